@@ -1,10 +1,11 @@
-"""Looks at modules and graphs. Serves no calls.
+"""Examines modules, programs and graphs. Serves no calls.
 
-check        `check`: can a module be captured, and padded; `trial_config` are its settings, and those of advice
-audit        `audit`: checks the graphs of others at replays; `attach`, `owners` and `audit_page` are its parts
-parts_to_break  finds, by trying, the parts of a module that must break
-advise       `Advisor`: finds where a program gains; `call_sites`, `trials`, `turns`, `advise_page` are its parts
-explain      sections of the troubleshooting page, for the command line
+check        `check`: tries if a module can be captured and padded; `trial_config` has the settings of trials
+audit        `audit`: checks the graphs of any code at replays; `attach`, `owners` and `audit_page` are its parts
+parts_to_break  finds the parts of a module that must be eager breaks, by trying them
+advise       `Advisor`: finds where graphs would help a program; `call_sites`, `trials`, `turns`, `advise_page` are its
+             parts
+explain      prints sections of the troubleshooting page, for the command line
 page         the report as an HTML file
-touches      what kernels touch, by module
+touches      the memory that kernels touch, by module
 """

@@ -1,4 +1,4 @@
-"""`advise`: watches the calls of a program, tries graphs for them on copies, and ranks what is worth a change."""
+"""`advise`: watches the calls of a program, tries graphs for them on copies, and ranks the changes by their gain."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ from simplegraph.manager.stats import counted, on_eager
 
 logger = logging.getLogger("simplegraph")
 
-_TRIED, _PATIENT = 20, 60  # the module's call that is tried; the same while a method that makes it has not been tried
-_METHOD = 3  # the method's call that is tried
-_STEPS = 6  # the training step that is tried
-_SIZES = 8  # batch sizes that are named
-_FEW = 4  # operators that a graph would not be quicker than
-_WORTH, _GAIN = 0.02, 1.1  # share of the time, and times as fast as what counts
+_TRIED, _PATIENT = 20, 60  # the number of the module's call that is tried; the same while its caller was not tried
+_METHOD = 3  # the number of the method's call that is tried
+_STEPS = 6  # the number of the training step that is tried
+_SIZES = 8  # the most batch sizes that are listed
+_FEW = 4  # the most operators for which a graph is not faster
+_WORTH, _GAIN = 0.02, 1.1  # the least share of the time, and the least speedup, that count
 
 _READS = re.compile(r"\.(item|cpu|numpy|tolist)\(")  # lines that no graph can hold
 
@@ -58,19 +58,19 @@ OtherTrial = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Trial | None
 
 @dataclasses.dataclass(eq=False)
 class Watched:
-    """Calls of one module or of a method of it, or steps of one optimizer, that a graph could make.
+    """The calls of one module or method, or the steps of one optimizer, that a graph could serve.
 
     Attributes:
         noun: "call" or "step".
         target: the module or the optimizer.
-        name: as the calling code says it, or that of its class.
-        site: where it is called.
-        began, ended: the times of its first and its latest call, without those of trials.
-        calls: how many came.
-        shapes: of the tensors that were passed, and how often.
-        trial: what came of trying; None if it was not tried.
-        covered: True if something else is tried that makes these calls.
-        more: to change besides what the trial says.
+        name: its name in the calling code, or the name of its class.
+        site: the line that calls it.
+        began, ended: the times of its first and its latest call, without the time of trials.
+        calls: the number of calls.
+        shapes: the shapes of the tensors that were passed, with their counts.
+        trial: the result of the trial; None if it was not tried.
+        covered: True if the caller of these calls is tried instead.
+        more: further changes, beside those of the trial.
     """
 
     noun: str
@@ -86,7 +86,7 @@ class Watched:
     more: str = ""
 
     def settings(self) -> dict[str, Any]:
-        """Return the settings of `wrap` for these shapes: batch sizes if only these vary, else exact shapes."""
+        """Return the settings of `wrap` for these shapes: batch sizes if only they vary, else exact shapes."""
         rests = {tuple(shape[1:] for shape in shapes) for shapes in self.shapes}
         if len(rests) > 1 or not all(_batch(shapes) for shapes in self.shapes):
             return {"exact_shapes": True}
@@ -97,7 +97,7 @@ class Watched:
 
     @property
     def change(self) -> str:
-        """The change that gives these calls a graph, for all shapes that came."""
+        """The change of the code that gives these calls graphs, for all their shapes."""
         if self.trial is None:
             return self.more or "too few to try graphs for"
         # The code has no name for it that can be assigned to, if a library or a table of functions makes the call.
@@ -109,12 +109,12 @@ class Watched:
 
     @property
     def rate(self) -> float:
-        """Calls in a second, from the first to the last."""
+        """The number of calls per second, from the first to the last."""
         return self.calls / max(self.ended - self.began, 1e-9)
 
     @property
     def gains_nothing(self) -> bool:
-        """True if the GPU works nearly all the time of a call, or has next to nothing to do."""
+        """True if the GPU is busy for nearly the whole time of a call, or has almost nothing to do."""
         trial = self.trial or Trial()
         if trial.eager_ms is None:
             return 0 < trial.operators < _FEW
@@ -122,7 +122,7 @@ class Watched:
 
     @property
     def saved(self) -> float:
-        """Seconds that a graph saves, or would if nothing were in the way; without a GPU the operators of all calls."""
+        """The seconds that graphs would save if they were possible; without a GPU, the number of all operators."""
         trial = self.trial or Trial()
         if trial.eager_ms is None:
             return self.calls * trial.operators
@@ -160,7 +160,7 @@ class Watched:
 
 
 class _ThreadState(threading.local):
-    """Remembers what runs: an outermost call of a module or a method, or a trial."""
+    """The thread's current outermost call of a module or a method, or its current trial."""
 
     inside: object = None
 
@@ -169,12 +169,12 @@ _THREAD = _ThreadState()
 
 
 class Advisor:
-    """Watches the outermost module calls and the training steps of this process, and tries graphs for each once.
+    """Watches the outermost module calls and the training steps of this process, and tries graphs once for each.
 
-    A method of a module that makes such a call is watched instead, from then on, unless it trains or no graph serves
-    it. A trial runs in the thread and the context of a call that comes anyway, before it, on copies of what that uses.
-    The program's modules, optimizers, gradients and random numbers stay what they would be. Forked processes are not
-    watched.
+    If a method of a module makes such a call, the method is watched instead from then on, unless it trains or no graph
+    can serve it. A trial runs directly before a call of the program, in its thread and context, on copies of the
+    objects that the call uses. Modules, optimizers, gradients and random numbers of the program do not change. Forked
+    processes are not watched.
 
         with Advisor(simplegraph) as advisor:
             evaluate()
@@ -182,9 +182,9 @@ class Advisor:
 
     Args:
         sg: this package, whose functions are tried.
-        entries: by name of a module's method, what is tried for it before `wrap`: it is passed the module and the
-            call's arguments, and returns None if that is not for it. An empty name is for a module's own call.
-        parts: what is tried, in the same way, for a module whose call can have no graph as a whole.
+        entries: name of a module's method, empty for the module's own call -> a function to try before `wrap`. It is
+            called with the module and the call's arguments, and returns None if it does not apply.
+        parts: a function to try in the same way for a module whose call can have no graph as a whole.
     """
 
     def __init__(
@@ -193,7 +193,7 @@ class Advisor:
         self._sg = sg
         self._entries, self._parts = entries or {}, parts
         self._calls: dict[tuple[int, str, bool], Watched] = {}  # by module, method, and if gradients are computed
-        self._methods: dict[Method, bool] = {}  # those found: False if a method is not watched
+        self._methods: dict[Method, bool] = {}  # methods that make calls; False if a method is not watched
         self._steps: dict[int, Watched] = {}  # by optimizer
         self._recording: Watched | None = None  # the step that is tried next
         self._recorded: list[StepCall] = []
@@ -240,7 +240,7 @@ class Advisor:
         return call
 
     def _watches(self) -> bool:
-        """True unless in a watched call, a trial, a forked process or a capture, or where trials would do harm."""
+        """False in a watched call, a trial, a forked process or a capture, and where trials would do harm."""
         if _THREAD.inside is not None or os.getpid() != self._process:
             return False
         ranks = distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
@@ -254,7 +254,7 @@ class Advisor:
         return not (_on_gpu() and torch.cuda.is_current_stream_capturing())
 
     def _copies(self, method: Method | None, passed: Any) -> bool:
-        """True if a method's arguments can be copied without harm; if not, it is no longer watched."""
+        """True if a method's arguments can be copied; otherwise the method is no longer watched."""
         if method is None or method.name in self._entries:
             return True
         if all(issubclass(type(leaf), (Tensor, *ATOMS)) for leaf in flatten(passed)[0]):
@@ -263,7 +263,7 @@ class Advisor:
         return False
 
     def _leave(self, method: Method) -> None:
-        """Watch the calls that a method makes instead."""
+        """Stop watching a method; watch the calls that it makes instead."""
         if self._methods[method]:
             self._methods[method] = False
             patches.restore(*method)
@@ -284,7 +284,7 @@ class Advisor:
         return time.perf_counter() - self._spent
 
     def _look(self, module: nn.Module, method: Method | None, args: Any, kwargs: Any) -> None:
-        """Count a call, unless this library makes it, and try graphs for it when it is time to."""
+        """Count a call, unless this library makes it; try graphs if its number is that of the trial."""
         trains, name = torch.is_grad_enabled(), "" if method is None else method.name
         key = id(module), name, trains
         watched = self._calls.get(key)
@@ -294,7 +294,7 @@ class Advisor:
             watched = Watched("call", weakref.ref(module), _name(site, module, name), site, self._now())
             watched.calls += bool(name) and not any(
                 name == other for _, other, _ in self._calls
-            )  # that it was found by
+            )  # the call by which the method was found
             self._calls[key] = watched
         if trains and self._steps:
             watched.covered = True
@@ -308,7 +308,7 @@ class Advisor:
             self._consider(watched, module, method, args, kwargs)
 
     def _consider(self, watched: Watched, module: nn.Module, method: Method | None, args: Any, kwargs: Any) -> None:
-        """Try graphs for a call, once no method of a module is to be tried first that makes the call."""
+        """Try graphs for a call, unless a method that makes the call must be tried first."""
         if (site := find_site(sys._getframe(3))) is None:
             return
         outer = next((candidate for candidate in reversed(site.methods) if self._methods.get(candidate, True)), None)
@@ -343,9 +343,9 @@ class Advisor:
     # Training steps.
 
     def _stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Count a step, and try the second one that comes after enough, whose calls are recorded."""
+        """Count a step. After enough steps, record the calls of one step, and try it."""
         if isinstance(_THREAD.inside, Method):
-            self._leave(_THREAD.inside)  # a graph of it would have to train
+            self._leave(_THREAD.inside)  # the method trains
         elif self._watches():
             with _telling():
                 self._count_step(optimizer)
@@ -371,7 +371,7 @@ class Advisor:
 
     @contextlib.contextmanager
     def _tries(self) -> Iterator[None]:
-        """Let one thread try at a time, with torch's own calls, and take its time out of the program's."""
+        """Run a trial: one thread at a time, with torch's own calls; its time does not count as the program's."""
         before, _THREAD.inside = _THREAD.inside, self
         started = time.perf_counter()
         try:
@@ -383,7 +383,7 @@ class Advisor:
             self._spent += time.perf_counter() - started
             _THREAD.inside = before
 
-    # Graphs that the program has already; see `attach.Watcher`.
+    # Events of graphs that the program has already; see `attach.Watcher`.
 
     def capture_begins(self, graph: Any) -> None:
         """Do nothing: a capture counts at its end."""
@@ -409,19 +409,19 @@ class Advisor:
         """Do nothing: a replay counted when it began."""
 
     def _ran_eagerly(self, name: str, reason: Reason, detail: str) -> None:
-        """Note a call of a wrapper or an engine that no graph served, though its first calls are over."""
+        """Note an eager call of a wrapper or an engine after its first calls."""
         if _THREAD.inside is None and reason not in SOON:
             self._notes[f"`{name}` has graphs already, but runs eagerly: {reason.text}; calls: "] += 1
 
     # The report.
 
     def ranking(self) -> list[Watched]:
-        """List what was watched, what is worth most first."""
+        """List everything watched, the largest gain first."""
         uncovered = [one for one in (*self._calls.values(), *self._steps.values()) if not one.covered]
         return sorted(uncovered, key=lambda one: (one.trial is None, one.gains_nothing, -one.saved))
 
     def lines(self) -> list[str]:
-        """Say what to change, what is worth most first; what graphs serve already comes before what gains little."""
+        """Return the lines of the report: the changes, the largest gain first; present graphs; and small gains."""
         ranked = self.ranking()
         span = max((one.ended for one in ranked), default=0.0) - min((one.began for one in ranked), default=0.0)
         tried = [(one, one.trial.eager_ms) for one in ranked if one.trial is not None and not one.gains_nothing]
@@ -440,7 +440,7 @@ class Advisor:
         return "\n".join(f"{number}. {line}" for number, line in enumerate(self.lines(), 1))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return everything as plain values."""
+        """Return the report as plain values."""
         return {
             "torch": torch.__version__,
             "device": torch.cuda.get_device_name() if _on_gpu() else "emulated",
@@ -453,7 +453,7 @@ class Advisor:
 
 @contextlib.contextmanager
 def _telling() -> Iterator[None]:
-    """Log an error of the advisor's own, which does not stop the program."""
+    """Log an error of the advisor itself, which must not stop the program."""
     try:
         yield
     except Exception:
@@ -465,13 +465,13 @@ def _shapes(things: Any) -> tuple[tuple[int, ...], ...]:
 
 
 def _batch(shapes: Sequence[tuple[int, ...]]) -> int:
-    """Return the rows that all of these have; 0 if they differ, or one has none."""
+    """Return the number of rows of all these shapes; 0 if they differ, or if a shape has no rows."""
     rows = {shape[0] if shape else 0 for shape in shapes}
     return rows.pop() if len(rows) == 1 else 0
 
 
 def _compiled_graphs() -> int:
-    """Count what torch.compile has compiled, without importing it."""
+    """Count the graphs that torch.compile has compiled, without importing the compiler."""
     compiler: Any = sys.modules.get("torch._dynamo.utils")
     return 0 if compiler is None else int(compiler.counters["stats"]["unique_graphs"])
 
@@ -485,7 +485,7 @@ def _autocast() -> torch.dtype | None:
 
 
 def _name(site: Site, target: object, method: str) -> str:
-    """Name what is called, as the calling code does if that calls it directly."""
+    """Return the name of a target in the code that calls it directly, or else the name of its class."""
     if method:
         named = site.called.rpartition(".")[2] == method
         return site.called if named else f"{type(target).__name__}.{method}"
@@ -493,7 +493,7 @@ def _name(site: Site, target: object, method: str) -> str:
 
 
 def _step_change(step: Watched, first: Site | None) -> str:
-    """Say how a training step becomes one graph: its function as it is, or its lines put into a function."""
+    """Describe the change that puts a training step into one graph: decorate its function, or make a function."""
     site = step.site
     settings = f"optimizers={step.name.removesuffix('.step')}"
     settings = "optimizers=<the optimizer>, scaler=<the scaler>" if site.scaled else settings

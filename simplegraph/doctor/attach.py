@@ -1,7 +1,7 @@
-"""Attach to the graphs that anyone in this process captures, and read what they recorded.
+"""Attach to all graphs that any code of this process captures, and read their nodes.
 
-On a GPU through torch's hooks for all graphs (2.15 and later), or through the public methods of `torch.cuda.CUDAGraph`,
-which are put back afterwards; on the emulator through its segments.
+On a GPU this uses torch's hooks for all graphs (2.15 and later), or replaces the public methods of
+`torch.cuda.CUDAGraph` until the end. On the emulator it uses segments.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from simplegraph.device.cuda.inventory.nodes import (
 )
 from simplegraph.device.cuda.inventory.places import device_memory
 
-_ADDRESSES = 1 << 32, 1 << 48  # words beyond these are no addresses of a device
+_ADDRESSES = 1 << 32, 1 << 48  # words outside of this range are no addresses of a device
 _GRAPH = ("GetNodes", "NodeGetType", "KernelNodeGetParams_v2", "MemcpyNodeGetParams", "MemsetNodeGetParams", "Clone")
 _OTHERS = ("cuGraphDestroy", "cuStreamGetCaptureInfo_v2", "cuFuncGetParamInfo", "cuPointerGetAttribute")
 _CALLS = (*(f"cuGraph{name}" for name in _GRAPH), *_OTHERS)
@@ -47,8 +47,8 @@ class Node(NamedTuple):
     """One node of a graph.
 
     Attributes:
-        name: of a kernel in the driver, or what else the node does; shape: grid and block of a launch.
-        addresses: that it has for sure; words: of structs, which may be addresses, or padding that holds anything.
+        name: the name of a kernel in the driver, or of the node's other operation; shape: grid and block of a launch.
+        addresses: its certain addresses; words: words of structs, which may be addresses, or padding with any content.
     """
 
     name: str
@@ -59,13 +59,13 @@ class Node(NamedTuple):
 
 @dataclasses.dataclass
 class CaptureReading:
-    """Nodes and addresses that a capture recorded.
+    """The nodes and addresses that a capture recorded.
 
     Attributes:
-        parse: returns the nodes, in the driver's order; later, since a capture should not wait for it.
-        notes: what could not be read, and how often; known with the nodes.
+        parse: returns the nodes, in the driver's order; called later, so that the capture need not wait.
+        notes: descriptions of unreadable parts, with their counts; known with the nodes.
         unread: the first node whose parameters could not be read; -1 if there is none, and before the nodes are known.
-        seconds: that the capture waited.
+        seconds: the time that the capture waited.
     """
 
     parse: Callable[[], Sequence[Node]] = tuple
@@ -81,7 +81,7 @@ class CaptureReading:
 
 
 class Watcher(Protocol):
-    """Receives events of every graph of the process. A graph is identified by its object."""
+    """Receives the events of every graph of the process. A graph is identified by its object."""
 
     def capture_begins(self, graph: Any) -> None: ...
 
@@ -98,7 +98,7 @@ class CudaGraphs:
     """Shows a watcher every `torch.cuda.CUDAGraph` of this process.
 
     Attributes:
-        span: the lowest and the highest address of words of parameters that are read.
+        span: the lowest and the highest address for words of parameters.
 
     Raises:
         ConfigError: the driver lacks a call that reading graphs needs.
@@ -128,7 +128,7 @@ class CudaGraphs:
         self._replace("reset", self._resetting)
 
     def watch_replays(self, watched: bool) -> None:
-        """Show replays, too, or no longer: then a replay is torch's own, unchanged."""
+        """Begin or stop showing replays; when stopped, `replay` is torch's own method."""
         if not self._public:
             if watched:
                 self._replace("replay", self._replaying)
@@ -150,7 +150,7 @@ class CudaGraphs:
 
     @property
     def is_device_memory(self) -> Callable[[int], bool]:
-        """Return a function that asks the driver if an address is the device's, and remembers answers for one look."""
+        """Return a function that asks the driver if an address is in device memory; it caches answers."""
         return device_memory(self._driver)
 
     @staticmethod
@@ -158,7 +158,7 @@ class CudaGraphs:
         """Yield the allocator's segments, as torch describes them."""
         return allocator.segments()
 
-    # By torch's hooks, which keep errors to themselves.
+    # By torch's hooks, which do not raise errors.
 
     def _hook(self, name: str, function: Callable[[Any], None]) -> None:
         self._handles[name] = getattr(self._hooks, f"register_graph_{name}_hook")(function)
@@ -202,7 +202,7 @@ class CudaGraphs:
         return reset
 
     def _replaying(self, original: Any) -> Any:
-        # A bound method taken meanwhile may outlive the audit; then it tells the watcher nothing.
+        # A bound method from during the audit may be used later; then it does not notify the watcher.
         begins, ended = self._watcher.replay_begins, self._watcher.replay_ended
 
         def replay(graph: Any) -> None:
@@ -213,7 +213,7 @@ class CudaGraphs:
         return replay
 
     def _under_capture(self) -> int:
-        """Return the driver's handle of the graph that the current stream is captured into; 0 if there is none."""
+        """Return the driver's handle of the graph into which the current stream is captured; 0 if there is none."""
         status, number, graph = ctypes.c_int(), ctypes.c_uint64(), ctypes.c_void_p()
         told = ctypes.byref(status), ctypes.byref(number), ctypes.byref(graph)
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
@@ -221,7 +221,7 @@ class CudaGraphs:
         return 0 if failed else graph.value or 0
 
     def _read(self, handle: int) -> CaptureReading:
-        """Keep a copy of a graph, which is gone after its capture, to read its nodes from when they are needed."""
+        """Copy a graph, which is gone after its capture, so that its nodes can be read later."""
         started, reading, copy = time.perf_counter(), CaptureReading(), ctypes.c_void_p()
         if handle and not self._driver.cuGraphClone(ctypes.byref(copy), ctypes.c_void_p(handle)):
             drop = weakref.finalize(reading, self._driver.cuGraphDestroy, ctypes.c_void_p(copy.value))
@@ -240,7 +240,7 @@ class CudaGraphs:
         return reading
 
     def _nodes(self, graph: int, reading: CaptureReading) -> Sequence[Node]:
-        """Read the nodes of a graph; what goes wrong is noted, since an audit must not stop a program."""
+        """Read the nodes of a graph. Errors are noted, since an audit must not stop a program."""
         try:
             with ProcessMemory() as memory:
                 reader = _ShapedReader(self._driver, memory, notes=reading.notes)
@@ -255,7 +255,7 @@ class CudaGraphs:
 
 
 class _ShapedReader(NodeReader):
-    """Reads shapes of launch, too, and parameters that are passed in one buffer.
+    """Also reads the shapes of launches, and parameters that are passed in one buffer.
 
     Attributes:
         unread: the first node whose parameters could not be read; -1 if there is none.
@@ -287,7 +287,7 @@ class _ShapedReader(NodeReader):
         self.unread = index if self.unread < 0 else self.unread
 
     def _read_launches(self) -> list[tuple[int, KernelFunction, tuple[int, ...]]]:
-        # Parameters lie where a list of addresses says, or, as cuBLAS passes them, in one buffer.
+        # Parameters are at the addresses of a list or, as cuBLAS passes them, in one buffer.
         places = [(at, 8 * len(it.layout)) if at else (extra, 32) for _, it, at, extra in self._passed]
         by_launch = [
             _pieces(function, words, packed=not params)
@@ -304,7 +304,7 @@ class _ShapedReader(NodeReader):
         return read
 
     def described(self, low: int, high: int) -> list[Node]:
-        """Return the nodes, with the words of their parameters that lie between two addresses."""
+        """Return the nodes, with the words of their parameters between two addresses."""
         named = {index: (name.partition(" ")[0], "") for words in self._transfers for index, name, *_ in words[:1]}
         for index, (function, sizes) in self._shapes.items():
             grid, block = ("x".join(map(str, part)) for part in (sizes[:3], sizes[3:6]))
@@ -387,7 +387,7 @@ class EmulatedGraphs:
         self.watch_replays(False)
 
     def segments(self) -> Iterator[dict[str, Any]]:
-        """Describe the memory that the segments know as torch describes its allocator's."""
+        """Describe the memory of segments in the form of torch's allocator."""
         for segment in list(self._graphs):
             yield from (_as_segment(memory, id(segment._arena)) for memory in segment._created)
             yield from (_as_segment(kept, 0) for _, kept, _, _ in segment._outside if kept is not None)
@@ -414,6 +414,6 @@ def _read_emulated(segment: Any) -> CaptureReading:
 
 
 def graph_source(watcher: Watcher) -> CudaGraphs | EmulatedGraphs:
-    """Return what shows graphs on this machine: torch's where there is a GPU's driver, else the emulator's."""
-    # To ask torch for a GPU could begin to use it, after which a process must not fork.
+    """Return the source of graphs on this machine: torch's graphs if there is a GPU's driver, else the emulator's."""
+    # Asking torch for a GPU could initialize CUDA, after which a process must not fork.
     return EmulatedGraphs(watcher) if cuda_driver() is None else CudaGraphs(watcher)

@@ -1,4 +1,4 @@
-"""`audit`: inventories the graphs that anyone in this process captures, and checks at replays who has their memory."""
+"""`audit`: reads all graphs that any code of this process captures, and checks their memory at replays."""
 
 from __future__ import annotations
 
@@ -37,22 +37,22 @@ KINDS = {
     "nan": "an output holds NaN after a replay",
 }
 FOUND: collections.Counter[str] = collections.Counter()  # by kind, of every audit of this process
-_AT_ONCE = 10  # surveys for a first replay, which do not wait for that
-_REST = 100  # a survey is followed by so many times its own duration without one
+_AT_ONCE = 10  # the number of surveys for a first replay that are not delayed
+_REST = 100  # the pause after a survey, as a multiple of its duration
 _INSIDE = (contextlib.__file__, *(str(Path(file).parent) + os.sep for file in (torch.__file__, Path(__file__).parent)))
 
 
 @dataclasses.dataclass
 class AuditFinding:
-    """Something wrong with memory that graphs use.
+    """A fault of memory that graphs use.
 
     Attributes:
         kind: one of `KINDS`.
-        address: that the kernel has.
-        then: whose it was at the capture; now: whose it is.
-        kernel: that uses it.
-        allocated: the line that allocated the memory then, if torch's memory history was on.
-        graphs: numbers of the graphs it was found in.
+        address: the address that the kernel uses.
+        then: the owner of the memory at the capture; now: the present owner.
+        kernel: the name of the kernel.
+        allocated: the line that allocated the memory before the capture, if torch's memory history was on.
+        graphs: the numbers of the graphs with this fault.
     """
 
     kind: str
@@ -74,15 +74,15 @@ class AuditedGraph:
     """One captured graph.
 
     Attributes:
-        number: in order of capture; captured_at: the line that did.
-        reading: its nodes, and what could not be read.
-        seconds: that the capture took, reading included.
-        modules: by node, the module whose tensor it uses.
-        pools: of the allocator, that it uses.
-        replays: since the capture, as far as they are watched; due: the next that is checked.
-        uses: memory that it uses; watched: tensors of its modules, if it has kernels that could not be read.
-        fresh: what the memory was when its capture began, until it is settled.
-        addresses: by which node they are used first, while it is not known whose they are; words: that may be some.
+        number: its number, in order of capture; captured_at: the line that captured it.
+        reading: its nodes, and notes of unreadable parts.
+        seconds: the time of the capture, reading included.
+        modules: index of a node -> the module whose tensor it uses.
+        pools: the allocator's pools that it uses.
+        replays: the number of watched replays; due: the number of the next replay to check.
+        uses: the memory that it uses; watched: tensors of its modules, if it has kernels that could not be read.
+        fresh: the survey of memory from before its capture, until the owners are known.
+        addresses: address without a known owner -> the first node that uses it; words: the same for possible addresses.
         settled: True once the owners of the addresses are known.
         dropped: True once it was reset, or is gone.
     """
@@ -103,7 +103,7 @@ class AuditedGraph:
     reference: weakref.ref[Any] | None = None
 
     def __repr__(self) -> str:
-        """Name the graph, the module whose tensors it uses, and the line that captured it."""
+        """Return the number of the graph, the module whose tensors it uses, and the line that captured it."""
         whose = next((f" of {name.partition('.')[0]}" for name in self.modules.values()), "")
         where, replays = Path(self.captured_at).name, "dropped" if self.dropped else counted(self.replays, "replay")
         return f"<{type(self).__name__} {self.number}{whose}, captured at {where}, {replays}>"
@@ -114,7 +114,7 @@ class AuditedGraph:
         return [(node.name, node.shape, self.modules.get(at, "")) for at, node in enumerate(self.reading.nodes)]
 
     def settle(self, survey: MemorySurvey) -> None:
-        """Find the owners of the addresses in the survey from before the capture, else in one from after it."""
+        """Find the owners of the addresses, in the survey from before the capture or in `survey` from after it."""
         nodes, self.settled = self.reading.nodes, True
         for certain in (True, False):
             first: dict[int, int] = {}
@@ -130,7 +130,7 @@ class AuditedGraph:
 
     def _settle(self, address: int, node: int, survey: MemorySurvey, *, certain: bool) -> None:
         fresh_owner, owner = None if self.fresh is None else self.fresh.find(address), survey.find(address)
-        # The pool's memory is newer than the survey; a tensor may be missing from it if objects were frozen.
+        # Memory of the pool is newer than the first survey, which also lacks tensors if gc.freeze() was called.
         unseen = owner is not None and owner.state is State.TENSOR
         if fresh_owner is not None and (
             fresh_owner.state is State.TENSOR or (fresh_owner.state is State.WORKSPACE and not unseen)
@@ -140,7 +140,7 @@ class AuditedGraph:
             self._use(owner, address, node, certain)
 
     def _is_end(self, address: int, node: int, survey: MemorySurvey) -> bool:
-        """True if another of the node's addresses is in memory that ends there, as the end of a tensor does."""
+        """True if the address is the end of memory that contains another address of the node."""
         blocks = map(survey.blocks.find, self.reading.nodes[node].addresses)
         return any(block is not None and block.end == address for block in blocks)
 
@@ -155,10 +155,10 @@ class AuditedGraph:
 
 
 class Audit:
-    """Inventories every graph that is captured from now on, by anyone in this process, and checks them at replays.
+    """Reads every graph that any code of this process captures from now on, and checks the graphs at replays.
 
-    The program stays as it is: its graphs, answers and memory are what they would be. A finding is logged as a warning,
-    and the replay goes on. At most one audit is attached at a time.
+    Graphs, results and memory of the program do not change. A finding is logged as a warning, and the replay goes on.
+    At most one audit is attached at a time.
 
         with sg.audit(every=1) as audit:
             serve()
@@ -166,17 +166,17 @@ class Audit:
         audit.save("report.html")
 
     Args:
-        every: check a graph at its first replay and every so many after it; 0 for the first alone, after which
-            ``replay`` is torch's own again.
-        nan: look for NaN in outputs after a checked replay, too; this waits for the device.
-        path: of a report that is written at the end, and whenever something new is found. A child process writes to a
-            file of its own, with its name in it.
+        every: the number of replays from one check of a graph to the next; the first replay is always checked. With 0
+            no other replay is, and ``replay`` is torch's own method afterwards.
+        nan: True to look for NaN in the outputs of checked replays, which waits for the device.
+        path: the path of a report, written at the end and at every new finding. A child process writes a file of its
+            own, with the process's name in the file's name.
 
     Attributes:
-        graphs: each that was captured, in order.
-        findings: what is wrong.
-        checks: how many graphs were checked so far.
-        saved: where the last report was written; None if none was.
+        graphs: all captured graphs, in order.
+        findings: the faults that were found.
+        checks: the number of checks of graphs so far.
+        saved: the path of the last report; None before the first.
 
     Raises:
         ConfigError: another audit is attached, `every` is negative, no file can be written at `path`, or the driver
@@ -209,7 +209,7 @@ class Audit:
 
     @classmethod
     def start(cls, every: int = 100, *, nan: bool = False, path: str | os.PathLike[str] | None = None) -> Audit:
-        """Attach an audit, which stays until its `stop`, or the end of the process; see the class for arguments."""
+        """Attach an audit until its `stop`, or the end of the process; see the class for arguments."""
         return cls(every, nan=nan, path=path).__enter__()
 
     def __enter__(self) -> Audit:
@@ -233,7 +233,7 @@ class Audit:
         self.stop()
 
     def stop(self) -> None:
-        """Detach, and write the report if it has a path; harmless the second time."""
+        """Detach, and write the report if there is a path; does nothing the second time."""
         if Audit.attached is not self or self._process != os.getpid():
             return
         with self._locks[os.getpid()]:
@@ -245,14 +245,14 @@ class Audit:
                 self.save(self.path)
 
     def check(self) -> list[AuditFinding]:
-        """Check every graph that can still be replayed, now; return what is wrong with them."""
+        """Check all graphs that can be replayed now, and return the findings."""
         with self._locks[os.getpid()]:
             survey = self._settle()
             by_graph = [self._check(graph, survey.blocks) for graph in list(self._by_id.values())]
         return [finding for findings in by_graph for finding in findings]
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write the report as one HTML file that needs nothing else, and as JSON beside it; return the HTML's path."""
+        """Write the report as a self-contained HTML file, and as JSON beside it; return the path of the HTML file."""
         from simplegraph.doctor.audit_page import write_report
 
         self.saved = None
@@ -260,7 +260,7 @@ class Audit:
         return self.saved
 
     def to_dict(self) -> dict[str, Any]:
-        """Return everything as plain values."""
+        """Return the report as plain values."""
         names = {
             name: at for at, name in enumerate(dict.fromkeys(part for g in self.graphs for n in g.nodes for part in n))
         }
@@ -305,7 +305,7 @@ class Audit:
         head = ", ".join(counted(number, noun) for noun, number in counts.items())
         return "\n".join([head, *(f"  {finding}" for finding in self.findings)])
 
-    # What the source shows; see `attach.Watcher`.
+    # Events of graphs; see `attach.Watcher`.
 
     def capture_begins(self, graph: Any) -> None:
         with self._telling():
@@ -373,7 +373,7 @@ class Audit:
 
     @contextlib.contextmanager
     def _telling(self, failure: str = "a graph could not be audited") -> Iterator[None]:
-        """Let one thread in at a time; an error of the audit's own is logged, and does not stop the program."""
+        """Let one thread in at a time; log errors of the audit itself, which must not stop the program."""
         try:
             with self._locks[os.getpid()]:
                 yield
@@ -384,7 +384,7 @@ class Audit:
         return Blocks(self._source.segments(), self._source.is_device_memory)
 
     def _look_around(self) -> MemorySurvey:
-        """Survey the memory; captures and replays call this seldom enough for it to take a small part of the time."""
+        """Survey the memory. Calls are rare enough for surveys to take a small part of the time."""
         started = time.perf_counter()
         self._survey = self._survey_now()
         taken = time.perf_counter() - started
@@ -393,7 +393,7 @@ class Audit:
         return self._survey
 
     def _settle(self) -> MemorySurvey:
-        """Find the owners of the addresses of graphs captured since the last time."""
+        """Find the owners of the addresses of new graphs."""
         survey = self._look_around()
         for graph in list(self._by_id.values()):
             if not graph.settled:
@@ -447,7 +447,7 @@ audit = Audit
 
 
 def start_from_environment() -> None:
-    """Attach an audit if the environment asks for one; called in every process of an engine that loads plugins."""
+    """Attach an audit if an environment variable is set; called in every process of an engine that loads plugins."""
     path, every, other = os.environ.get(VARIABLE), os.environ.get(EVERY, "100"), Audit.attached
     if not path or (other is not None and other._process == os.getpid()):
         return
@@ -460,7 +460,7 @@ def start_from_environment() -> None:
 
 
 def _own_path(path: str | os.PathLike[str] | None) -> Path | None:
-    """Return where this process writes a report: a child's file has the child's name in it."""
+    """Return the path of this process's report: a child's file has the child's name in its name."""
     if path is None:
         return None
     report_path, name = Path(path), multiprocessing.process.current_process().name.replace(os.sep, "_")
@@ -470,7 +470,7 @@ def _own_path(path: str | os.PathLike[str] | None) -> Path | None:
 
 
 def _capturing_line() -> str:
-    """Return the innermost line under way that is neither torch's nor this library's."""
+    """Return the innermost line of the stack that is neither torch's nor this library's."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_INSIDE):
         frame = frame.f_back

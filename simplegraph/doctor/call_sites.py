@@ -1,4 +1,4 @@
-"""Find the user's line that makes a call, and how its code names what is called."""
+"""Find the user's line that makes a call, and the name of the called object in its code."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ class Method(NamedTuple):
 
 
 class Site(NamedTuple):
-    """A user's line that calls something.
+    """A user's line that makes a call.
 
     Attributes:
-        called: as the code says it, such as "self.policy"; empty if it cannot be read.
-        direct: False if a library is on the way from there to the call.
-        file, number: of the line.
-        code: whose line it is; codes: of all functions on the way to the call, innermost first, and their lines.
-        methods: of modules, on the way to the call, innermost first.
-        scaled: True if torch's GradScaler is on the way.
+        called: the called expression, such as "self.policy"; empty if it cannot be read.
+        direct: False if a library is between the line and the call.
+        file, number: the file and the number of the line.
+        code: the code of the line's function; codes: (code, line) of all functions up to the call, innermost first.
+        methods: the methods of modules up to the call, innermost first.
+        scaled: True if torch's GradScaler is between the line and the call.
     """
 
     called: str
@@ -58,7 +58,7 @@ class Site(NamedTuple):
 
 
 def find_site(frame: types.FrameType | None) -> Site | None:
-    """Find the user's line that makes a call, nearest to a frame; None if this library makes it."""
+    """Find the user's line nearest to a frame that makes a call; None if this library makes it."""
     frames = [caller for caller, _ in traceback.walk_stack(frame)]
     files = [caller.f_code.co_filename for caller in frames]
     if any(file.startswith(_OWN) and not file.startswith(_DOORS) for file in files):
@@ -79,7 +79,7 @@ def find_site(frame: types.FrameType | None) -> Site | None:
 
 
 def _method(frame: types.FrameType) -> Method | None:
-    """Return the method of a module that a frame runs; None if it runs something else, or only a part of a call."""
+    """Return the method of a module that a frame runs; None if it runs other code, or only a part of a call."""
     code = frame.f_code
     owner = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
     if not isinstance(owner, nn.Module) or code.co_flags & _LATER:
@@ -89,7 +89,7 @@ def _method(frame: types.FrameType) -> Method | None:
 
 
 def _called(frame: types.FrameType) -> str:
-    """Return the code of what a frame is calling, such as "self.policy"; empty if it cannot be read."""
+    """Return the source of the expression that a frame is calling, such as "self.policy"; empty if unreadable."""
     code: Any = frame.f_code
     if not hasattr(code, "co_positions"):  # before Python 3.11
         return ""

@@ -1,4 +1,4 @@
-"""`check`: tries if a module can be captured, in how many pieces, and if padding changes its outputs."""
+"""`check`: tries if a module can be captured, as one graph or in pieces, and if padding changes its outputs."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from simplegraph.serve.wrap import wrap
 
 logger = logging.getLogger("simplegraph")
 
-# Padding rows are real rows times each of these factors: zeros, and values larger than any real one, of either sign.
+# Padding rows are real rows times each of these factors: zeros, and values larger than all real values, of both signs.
 _FILLS = (0, 3, -3, 100)
 _VARIES = "returns results of another shape, or another number, for other inputs"
 _TRIED = (
@@ -63,20 +63,20 @@ class CheckReport:
         capturable: True if the forward was captured as one full graph, with its eager breaks inline, and its replays
             equal eager on new inputs.
         problem: why it is not capturable, with the user's line; None if it is.
-        breaks: function that breaks -> what is wrong with capturing it inline; None if nothing is.
-        piecewise: what is wrong even with all breaks run eagerly; None if nothing is.
-        rows_independent: True if the padding tried changed no real row; None if two eager runs already differ.
-        mixing: what padding changed; None if nothing.
+        breaks: function that breaks -> the problem of capturing it inline; None if there is none.
+        piecewise: the problem that remains with all breaks run eagerly; None if there is none.
+        rows_independent: True if the tried padding changed no real row; None if two eager runs already differ.
+        mixing: the change that padding made; None if there was none.
         state_written: names of parameters, buffers and attributes that the forward writes to: every replay
             changes them again, as every eager call does.
         inputs_written: names of arguments that the forward writes to.
         output_aliases: outputs that share memory with an argument or with the module.
         memory: the memory that capturing `capture_sizes` would take; None if they were not given.
-        break_at: what makes it piecewise, found by trying: "model", or what a function's code calls a module that it
-            reaches -> patterns for `break_at` of it. Empty if nothing is in the way, or if nothing less than the whole
-            would have to break.
-        counts: numbers, flags and texts in attributes that forwards name, by class, with their values: another one is
-            another graph.
+        break_at: the breaks with which it can be captured, found by trying: "model", or the name of a module in a
+            function's code -> patterns for `break_at`. Empty if no break is needed, or if the whole would have to be
+            one.
+        counts: numbers, flags and texts in attributes that forwards name, by class, with their values: each further
+            value needs a graph of its own.
     """
 
     capturable: bool
@@ -142,14 +142,17 @@ def check(
 ) -> CheckReport:
     """Try if a module or function can be captured, in one graph or in pieces, and if padding would change its outputs.
 
-    It runs the forward several times eagerly (as called, padded with different contents, and on half of the rows; the
-    same with copies of the first row), captures it, and compares replays with eager on new inputs. It runs once
-    more, as called and padded, on other values in memory of the module that the forward writes: a write shows then that
-    leaves a value as it was, as that of zeros to an empty slot of a cache. Let nothing else use that memory meanwhile.
-    If a module with eager breaks cannot be one full graph, each break is tried inline separately, to name those that
-    prevent it. If not even pieces can be captured, the parts that fail are made eager breaks one after another, each
-    with what is around it until its results are alike for all inputs. The module, its state and the default random
-    generator are restored afterwards; memory that breaks write elsewhere (a KV cache in a context) is not.
+    The forward runs eagerly several times: as called, padded with different contents, on half of the rows, and the same
+    with copies of the first row. Then it is captured, and replays are compared with eager on new inputs.
+
+    It also runs, as called and padded, with other values in memory of the module that the forward writes. This shows
+    writes of values that were there already, such as zeros to an empty slot of a cache. Other code must not use this
+    memory meanwhile.
+
+    If a module with eager breaks cannot be one full graph, each break is tried inline separately, to find those that
+    prevent it. If not even pieces can be captured, the failing parts are made eager breaks one after another, each
+    extended to the parts around it until its results have one form for all inputs. The module, its state and the
+    default random generator are restored afterwards; other memory that breaks write (a KV cache in a context) is not.
 
         report = sg.check(model, input_ids, positions)
         print(report)
@@ -158,9 +161,9 @@ def check(
         module: the module, in evaluation mode, with its breaks marked; or a function or method, as for `wrap`.
         *args: example inputs, with a batch size that no other dimension has. The batch is dimension 0 of the first
             tensor unless `batch_dims` says otherwise.
-        others: further batches, each a tuple of positional arguments, such as sequences of other lengths. Batches of
-            the same shapes share a graph, and replays are compared on each of them.
-        before: called with the batch's number (0 for `args`) before each of its runs and replays; it can set metadata
+        others: further batches, each a tuple of positional arguments, such as sequences of other lengths. Batches with
+            the same shapes share a graph; replays are compared on each batch.
+        before: called with the batch's number (0 for `args`) before each run and replay of the batch, to set metadata
             that breaks read.
         batch_dims: batch dimensions by argument name, as in `CudaGraphConfig`.
         capture_sizes: batch sizes whose graphs' memory is to be measured, by capturing them.
@@ -168,8 +171,8 @@ def check(
 
     Raises:
         ConfigError: `module` is a function of a kind that `wrap` refuses.
-        InputError: it is no module, function or method, or is in training mode, or these inputs cannot be bound to a
-            graph, or bear names of settings.
+        InputError: `module` is no module, function or method, or is in training mode; or the inputs cannot be bound to
+            a graph, or have names of settings.
         CaptureError: `capture_sizes` was given, and one of the sizes cannot be captured.
     """
     if not isinstance(module, nn.Module):
@@ -216,7 +219,7 @@ def _module_of(function: Any) -> FunctionModule:
 
 def _report(module: nn.Module, trials: Sequence[ModuleTrial], capture_sizes: Collection[int] | None) -> CheckReport:
     first = trials[0]
-    # Measure memory first: the first capture also allocates what libraries keep for the capture stream.
+    # Measure memory first: the first capture also allocates the memory that libraries keep for the capture stream.
     memory = None if capture_sizes is None else first.memory(capture_sizes)
     mixing = first.mixing()
     for trial in trials[1:] if mixing == "" else ():
@@ -264,7 +267,7 @@ def _counting(module: nn.Module) -> Iterator[str]:
 
 
 def _without_advice(problem: str) -> str:
-    """Leave out what to do: that is done, or said elsewhere."""
+    """Remove the advice from a problem: the report gives it elsewhere."""
     ways = "@simplegraph.eager_break", "simplegraph.break_at", "simplegraph.wrap_parts"
     return "\n".join(line for line in problem.splitlines() if not any(way in line for way in ways))
 
@@ -272,7 +275,7 @@ def _without_advice(problem: str) -> str:
 def _problem(
     trials: Sequence[ModuleTrial], mode: Literal["FULL", "PIECEWISE"] = "FULL", inlined: Collection[Any] = ()
 ) -> str | None:
-    """Return the first problem that any of the batches has; None if there is none."""
+    """Return the first problem of any batch; None if there is none."""
     problems = (trial.problem(mode, inlined) for trial in trials)
     return next((problem for problem in problems if problem is not None), None)
 
@@ -287,10 +290,10 @@ class ModuleTrial:
         number: this batch's number.
 
     Attributes:
-        state_written, inputs_written: names of state and of arguments that an eager run wrote to.
+        state_written, inputs_written: names of state and of arguments that an eager run wrote.
         output_aliases: outputs that share memory with an argument or with the module.
         breaks: the functions and operators that broke.
-        failed_at: the pattern of the part that the latest problem is about; empty if it is about the whole.
+        failed_at: the pattern of the part with the latest problem; empty for the whole module.
     """
 
     failed_at = ""
@@ -332,7 +335,7 @@ class ModuleTrial:
         self._observe()
 
     def _observe(self) -> None:
-        """Run once eagerly, to find what the forward writes, what its outputs alias, and its breaks."""
+        """Run once eagerly, to find the writes of the forward, the aliases of its outputs, and its breaks."""
         buffers = [(name, part) for name, part in self._state.items() if not isinstance(part, nn.Parameter)]
         leaves = cloned(self._leaves)
         # Tensors that the module makes at its first call and keeps stay for all later runs.
@@ -356,7 +359,7 @@ class ModuleTrial:
         self._memory = SavedMemory(list(dict(buffers + written).items()))
 
     def _traced(self, leaves: Sequence[Any], observer: MemoryObserver) -> tuple[list[Any], BreakTrace]:
-        """Run eagerly; return the leaves of the outputs, and what breaks there were."""
+        """Run eagerly; return the leaves of the outputs, and the trace of the breaks."""
         tracer = BreakTracer(breaking_operators(), observer, self._device.torch_device)
         with observer, recording_breaks(tracer):
             outputs = self._run(leaves)
@@ -379,17 +382,17 @@ class ModuleTrial:
 
     @contextlib.contextmanager
     def _undone(self, memory: SavedMemory) -> Iterator[Undo]:
-        """Put back what runs in the block change."""
+        """Undo the changes that runs in the block make."""
         with Undo(memory, self._generators) as undo:
             undo.watch(self._module)
             yield undo
 
     def _effects(self, leaves: Sequence[Any], *, start: Mapping[str, Tensor] | None = None, **how: Any) -> Effects:
-        """Run on copies of inputs; return the outputs that can be compared, and what memory holds. All is put back.
+        """Run on copies of inputs; return the comparable outputs and the contents of memory; undo all changes.
 
         Args:
             leaves: the inputs.
-            start: values that memory of the module holds before, by name.
+            start: name of memory of the module -> values to set before the run.
             how: see `_run`.
         """
         with self._undone(self._memory):
@@ -399,7 +402,7 @@ class ModuleTrial:
             return Effects(cloned(outputs), cloned([tensor for _, tensor in self._memory.tensors]), ())
 
     def mixing(self) -> str | None:
-        """Return '' if padding rows do not change real rows, else what differs; None if two eager runs differ."""
+        """Return '' if padding rows do not change real rows, else the change; None if two eager runs differ."""
         first, second = (self._effects(self._leaves).outputs for _ in range(2))
         if first_difference(first, second) is not None:
             return None
@@ -408,7 +411,7 @@ class ModuleTrial:
         return mixed or self._written_by_padding() or ""
 
     def _number_of_rows(self) -> str | None:
-        """Name the operator and the line that use a number of the batch size, as a graph's proof does, or None."""
+        """Describe an operator that is passed a number that follows the batch size; None if there is none."""
         runs, half = NumbersBySize(), self._rows // 2
         first, second = (self._numbers(self._rows, self._leaves) for _ in range(2))
         if first.differing_numbers(second) is not None:
@@ -434,7 +437,7 @@ class ModuleTrial:
         return observer.numbers
 
     def _written_by_padding(self) -> str | None:
-        """Say what memory padding rows write differently from real rows, if it holds other values before."""
+        """Describe memory that padding rows write, found by starting from other values; None if there is none."""
         written = {name: self._state[name] for name in self.state_written if self._state[name].is_floating_point()}
         start = {name: -tensor.detach() - 1 for name, tensor in written.items()}
         try:
@@ -448,7 +451,7 @@ class ModuleTrial:
         return next((f"rows of padding write to the module's memory: {text}" for text in differences if text), None)
 
     def _mixed(self, leaves: Sequence[Any]) -> str | None:
-        """Say how the rows of a batch differ if it is padded to twice its rows or cut to half of them, or None."""
+        """Describe how real rows change if the batch is padded to twice its rows, or halved; None if they do not."""
         alone, half = self._effects(leaves).outputs, self._rows // 2
         tried = [(2 * self._rows, self._padded(leaves, factor)) for factor in _FILLS]
         tried += [(half, self._part(leaves, range(half)))] if half else []
@@ -472,14 +475,14 @@ class ModuleTrial:
         return None
 
     def _part(self, leaves: Sequence[Any], rows: Iterable[int]) -> list[Any]:
-        """Take some rows of inputs."""
+        """Return inputs with these rows only."""
         index = torch.tensor(list(rows))
         dims = map(batch_dim_of, self._args)
         pairs = zip(leaves, dims, strict=True)
         return [leaf if dim is None else leaf.index_select(dim, index.to(leaf.device)) for leaf, dim in pairs]
 
     def _padded(self, leaves: Sequence[Any], factor: int) -> list[Any]:
-        """Double the rows of inputs: padding is the real rows in reverse, floating-point ones times `factor`.
+        """Double the rows of inputs: padding rows are the real rows in reverse, floating-point values times `factor`.
 
         Indices and masks stay valid: in padding they are zero, or those of real rows.
         """
@@ -494,7 +497,7 @@ class ModuleTrial:
         return padded
 
     def problem(self, mode: Literal["FULL", "PIECEWISE"] = "FULL", inlined: Collection[Any] = ()) -> str | None:
-        """Say what prevents a capture, or is wrong with its replays; None if nothing is.
+        """Describe the problem of a capture or of its replays; None if there is none.
 
         Args:
             mode: FULL captures one graph, with its breaks inline; PIECEWISE runs them eagerly.
@@ -520,7 +523,7 @@ class ModuleTrial:
             return f"{type(error).__name__} at {user_location(error)}: {error}"
 
     def obstacle(self) -> Obstacle | None:
-        """Return what keeps the module from piecewise graphs: a part, or the results of an eager break."""
+        """Return the obstacle to piecewise graphs: a part, or the results of an eager break; None if there is none."""
         problem = self.problem("PIECEWISE")
         if problem is not None:
             return Obstacle(self.failed_at, problem)
@@ -540,7 +543,7 @@ class ModuleTrial:
         return None
 
     def _breaks_with(self, factor: int) -> BreakTrace:
-        """Run eagerly with floating-point inputs times a factor, and return what breaks there were."""
+        """Run eagerly with floating-point inputs times a factor, and return the trace of the breaks."""
         leaves = [
             leaf * factor if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
             for leaf in cloned(self._leaves)
@@ -549,7 +552,7 @@ class ModuleTrial:
             return self._traced(leaves, MemoryObserver())[1]
 
     def _pattern_of(self, passed: Sequence[Any]) -> str:
-        """Return the pattern of a part whose call was a break that was passed this; empty if it was no part."""
+        """Return the pattern of the part whose call was the break with these arguments; empty if it was no part."""
         names = {id(module): name for name, module in self._module.named_modules()}
         name = names.get(id(passed[0]), "") if passed else ""
         return FailingPart(self._module, name, decorable=False).pattern if name else ""
@@ -579,7 +582,7 @@ class ModuleTrial:
             wrapped.reset_graphs()
 
     def _difference(self, wrapped: Any, turn: int, number: int) -> str | None:
-        """Say how a replay differs from eager on one batch with its rows rolled by `turn`; None if it does not.
+        """Describe how a replay differs from eager on a batch whose rows are rolled by `turn`; None if it does not.
 
         The first call is a proof, which runs eagerly, and raises VerificationError if its replays differ.
         """
@@ -609,18 +612,18 @@ class ModuleTrial:
 
 
 def _named_parts(entry: HeldTensor) -> list[tuple[str, Tensor]]:
-    """Name the plain tensors that an entry consists of, after the entry; numbered if there are several."""
+    """Return the plain tensors of an entry, with the entry's name, numbered if there are several."""
     tensors = list(parts(entry.tensor))
     return [(entry.name if len(tensors) == 1 else f"{entry.name}.{index}", part) for index, part in enumerate(tensors)]
 
 
 def _form(leaf: Any) -> Any:
-    """Return the properties of an argument that one graph is captured for."""
+    """Return the properties of an argument that a graph fixes."""
     return (leaf.shape, leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else (type(leaf), leaf)
 
 
 def _head(leaf: Any, like: Any) -> Any:
-    """Return the leading part of `leaf` that has the shape of `like`."""
+    """Return the leading part of `leaf`, with the shape of `like`."""
     if not isinstance(leaf, Tensor) or not isinstance(like, Tensor) or leaf.dim() != like.dim():
         return leaf
     return leaf[tuple(map(slice, like.shape))]

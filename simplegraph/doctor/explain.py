@@ -1,4 +1,4 @@
-"""Prints sections of the troubleshooting page. A wheel has the page beside this file, a checkout in `docs/`."""
+"""Read sections of the troubleshooting page. A wheel has the page beside this file, a checkout in `docs/`."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _LINK = re.compile(r"\[([^\]]+)\]\(([^)\s]+)\)")
 
 @functools.cache
 def sections() -> dict[str, str]:
-    """Return the text of each section of the troubleshooting page, by its name."""
+    """Return the text of each section of the troubleshooting page, by name."""
     page = _PACKAGED if _PACKAGED.is_file() else _IN_CHECKOUT
     matches = _SECTION.finditer(page.read_text(encoding="utf-8"))
     return {section["name"].replace("_", "-"): _LINK.sub(_named, section["text"]).strip() for section in matches}
 
 
 def explain(name: str) -> str:
-    """Return the section of this name, such as "capture-failed" or "capture_failed".
+    """Return the section with this name, such as "capture-failed" or "capture_failed".
 
     Raises:
         ConfigError: there is no such section.
