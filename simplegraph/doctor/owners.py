@@ -137,7 +137,7 @@ class MemoryOwner:
 
 
 class Use(NamedTuple):
-    """The first use that a graph makes of somebody's memory: which node, at which address."""
+    """A graph's first use of an owner's memory: the node and the address."""
 
     owner: MemoryOwner
     slot: ModuleTensor | None
@@ -237,15 +237,15 @@ def _user_line(frames: Iterable[dict[str, Any]]) -> str:
     return next(users_lines, "")
 
 
-# What a graph uses, and what became of it.
+# The memory that a graph uses, and its present state.
 
 
 def credible(owner: MemoryOwner, address: int, kernel: str, *, certain: bool) -> bool:
-    """True if a word in a kernel's parameters is surely an address that the kernel uses.
+    """True if a word in a kernel's parameters is certainly an address that the kernel uses.
 
-    A word of a struct may be padding that holds anything, so it counts only where a tensor begins. Libraries that torch
-    calls do not reset arguments that a kernel does not use, so their words do not count for memory that was freed
-    before.
+    A word of a struct may be padding with any content, so it counts only if a tensor begins at this address. Libraries
+    that torch calls do not reset arguments that a kernel does not use, so their words do not count as addresses of
+    memory that was freed before.
     """
     if owner.state in (State.OUTSIDE, State.FREED):
         return certain and not launched_by_torch(kernel)
@@ -256,12 +256,12 @@ def credible(owner: MemoryOwner, address: int, kernel: str, *, certain: bool) ->
 
 
 def judge(use: Use, now: Blocks, survey: Callable[[], MemorySurvey]) -> tuple[str, str] | None:
-    """Say what is wrong with memory that a graph uses, and who has it now; None if nothing is wrong.
+    """Return (kind of the fault, present owner) of memory that a graph uses; None without a fault.
 
     Args:
-        use: of the memory.
-        now: what the allocator has now.
-        survey: looks at the memory again; asked only where the tensors are gone and their memory is not.
+        use: the use of the memory.
+        now: the allocator's present blocks.
+        survey: surveys the memory again; called only if the tensors are gone and their memory is not.
     """
     owner, block = use.owner, now.find(use.address)
     if block is None:

@@ -32,11 +32,11 @@ def broken_at(module: nn.Module, patterns: Sequence[str]) -> Iterator[None]:
 
 
 class Obstacle(NamedTuple):
-    """Describes what is in the way of a capture.
+    """The obstacle to a capture.
 
     Attributes:
-        part: the pattern of the submodules that no graph can have, or that cannot be breaks; empty for the whole.
-        problem: what is wrong.
+        part: the pattern of submodules that no graph can contain, or that cannot be breaks; empty for the whole module.
+        problem: the problem, as a sentence.
     """
 
     part: str
@@ -46,19 +46,18 @@ class Obstacle(NamedTuple):
 def find_parts(
     module: nn.Module, find_obstacle: Callable[[], Obstacle | None]
 ) -> tuple[dict[str, tuple[str, ...]], str]:
-    """Find the parts that must break.
+    """Find the parts that must be eager breaks.
 
-    The part where a capture fails is broken, and the next capture names the next. A part that cannot be a break gives
-    way to the part around it.
+    If a capture fails, the failing part becomes a break, and the capture is tried again. If a part cannot be a break,
+    the part around it becomes one instead.
 
     Args:
-        module: the module, or what was made of a function.
-        find_obstacle: captures the module as it is then, in pieces, and returns what is in the way; None if nothing is.
+        module: the module, or the `FunctionModule` of a function.
+        find_obstacle: captures the module with its present breaks in pieces, and returns the obstacle; None if none.
 
     Returns:
-        What code calls a module -> patterns for `break_at` of it, in the order of the module; empty if nothing less
-        than the whole would have to break. And what is wrong with the parts that were tried; empty if nothing is, or if
-        there are none.
+        Name of a module in the user's code -> patterns for `break_at`, in the order of the module; empty if the whole
+        module would have to break. And the problem that remained; empty if there is none, or if no part was tried.
     """
     patterns: list[str] = []
     last = ""

@@ -1,4 +1,4 @@
-"""Shows what the kernels of captured graphs touch, by module, as the CUDA driver tells it."""
+"""Show the memory that the kernels of captured graphs touch, by module, according to the CUDA driver."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from simplegraph.manager.table import ProgramTable
 
 
 def touched_lines(module: nn.Module, manager: CudaGraphManager | None) -> tuple[str, ...]:
-    """Describe what a module's graphs touch, by asking the driver again about those that were read before."""
+    """Describe the memory that a module's graphs touch; the driver is asked again about graphs read before."""
     lines: list[str] = []
     if manager is not None:
         names = _named_memory(module)
         _read_touches(manager.table)
         for graph in manager.report().graphs():
             if (inventory := graph.inventory) is not None:
-                told = f"as {inventory.nodes} nodes tell (read in {inventory.seconds * 1e3:.1f} ms):"
-                lines += [f"  {graph.mode} {graph.size} touches, {told}"]
+                source = f"as {inventory.nodes} nodes tell (read in {inventory.seconds * 1e3:.1f} ms):"
+                lines += [f"  {graph.mode} {graph.size} touches, {source}"]
                 lines += [f"    {line}" for line in report_lines(inventory, names)]
     return tuple(lines) or ("  what graphs touch is not known: only a GPU's driver can be asked",)
 
 
 def _named_memory(module: nn.Module) -> tuple[MemorySpan, ...]:
-    """Name the memory of every tensor that a module holds."""
+    """List the memory of every tensor that a module holds, with names."""
     named = []
     for entry in held_tensors(module):
         for storage in (part.untyped_storage() for part in parts(entry.tensor) if has_address(part)):
@@ -41,7 +41,7 @@ def _named_memory(module: nn.Module) -> tuple[MemorySpan, ...]:
 
 
 def _read_touches(table: ProgramTable) -> None:
-    """Read, for a report, all that graphs touch about which something was read before."""
+    """Read, for a report, all touches of the graphs that were read before."""
     for graph in table.graphs.values():
         before = graph.counters.inventory
         if before is not None:
@@ -50,7 +50,7 @@ def _read_touches(table: ProgramTable) -> None:
 
 
 def report_lines(inventory: Inventory, names: Sequence[MemorySpan] = ()) -> Iterator[str]:
-    """Yield one line for each kernel with what it touches, under its module's name, and what could not be read.
+    """Yield a line for each kernel with the memory that it touches, under its module's name, and lines of notes.
 
     A kernel belongs to the module whose memory it touches.
 

@@ -1,4 +1,4 @@
-"""Tries graphs for a call or a training step on copies of what it uses, and times them."""
+"""Try graphs for a call or a training step on copies of the objects that it uses, and time them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from simplegraph.manager.stats import GraphStats, headline, merged_failures
 from simplegraph.program.snapshot import Snapshot
 
 _RUNS = 12  # calls after which a graph serves, if it can
-_SECONDS, _TIMED = 0.5, (3, 50)  # of timing a way to call, and its fewest and most calls
+_SECONDS, _TIMED = 0.5, (3, 50)  # the time for timing one kind of call, and its fewest and most calls
 _SHARED = 1 << 30  # bytes of parameters above which a copy shares them
 _TRAINED = _SHARED // 4  # bytes of trained parameters, beside gradients and an optimizer's state, copied twice at most
 _CYCLES = 2_000_000  # of a GPU's clock in a millisecond, about
@@ -45,15 +45,15 @@ class Trial:
     """The outcome of trying graphs for one call.
 
     Attributes:
-        eager_ms: median time of an eager call whose result is waited for; None without a GPU, as all times. If a graph
-            serves, both are timed in turns; see `in_turns`.
-        gpu_ms: of it the time that the GPU works, launches in the call waited for included if it reads results back.
-        graph_ms: median time of a call that a graph serves, waited for; also None if none does.
-        operators: that an eager call runs; launches: nodes of the graph, 0 if there is none.
-        problem: what is in the way of a graph; empty if one serves.
-        way: the change to make, with "{0}" for what is called, "{1}" for settings of `wrap`, and "{2}" for the module
-            whose method is called.
-        whole: False for a training step whose forward and backward are graphs, and the rest of it is not.
+        eager_ms: median time of an eager call, until its result is ready; None without a GPU, like all times. If a
+            graph serves the call, both are timed in turns; see `in_turns`.
+        gpu_ms: the part of it during which the GPU works; for a call that reads results back, an upper bound.
+        graph_ms: median time of a call that a graph serves, until its result is ready; None if no graph does.
+        operators: the number of operators of an eager call; launches: the nodes of the graph, 0 without one.
+        problem: the obstacle to a graph; empty if one serves.
+        way: the change of the code, with "{0}" for the called object, "{1}" for settings of `wrap`, and "{2}" for the
+            module whose method is called.
+        whole: False for a training step of which only forward and backward are graphs.
     """
 
     eager_ms: float | None = None
@@ -67,7 +67,7 @@ class Trial:
 
     @property
     def gain(self) -> float | None:
-        """Return how many times faster the graph is; None without times."""
+        """The speedup by the graph; None without times."""
         return self.eager_ms / self.graph_ms if self.eager_ms and self.graph_ms else None
 
 
@@ -75,7 +75,7 @@ class StepCall(NamedTuple):
     """A call of a module, or of a method if it has a name, in a training step.
 
     Attributes:
-        autocast: the type that it chooses.
+        autocast: the autocast dtype; None without autocast.
         site: the line that makes the call.
     """
 
@@ -101,7 +101,7 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextlib.contextmanager
 def undone() -> Iterator[None]:
-    """Put random generators back afterwards, and drop what is printed, warned of or logged in the block."""
+    """Restore random generators after the block, and drop everything that it prints, warns of or logs."""
     on_gpu = torch.cuda.default_generators if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
     generators = [torch.default_generator, *on_gpu]
     states, host, ours = random_states(generators), HostRandom(), logging.getLogger("simplegraph")
@@ -197,7 +197,7 @@ def waited_ms(call: Callable[[], object]) -> float:
 
 
 def in_the_way(stats: GraphStats) -> str:
-    """Say what is in the way of a graph: the capture that failed, or the reason of most eager calls."""
+    """Describe the obstacle to a graph: the failed capture, or the reason of most eager calls."""
     failed = [headline(message) for _, message in merged_failures(stats.failures)]
     reasons = [reason for reason, _ in stats.eager.most_common() if reason not in SOON]
     return next(iter(failed), None) or next((stats.explained(reason) for reason in reasons), "no call was replayed")

@@ -1,4 +1,4 @@
-"""Times two ways to make one call in turns, since the speed of a shared host may change within seconds."""
+"""Time two variants of a call in turns, since the speed of a shared host may change within seconds."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-_CALLS, _BLOCK_SECONDS = 8, 0.06  # calls of a block that are timed, and seconds that it takes, at most
-_TURNS, _SECONDS = 3, 1.0  # the fewest turns, and the seconds after which none begins
+_CALLS, _BLOCK_SECONDS = 8, 0.06  # the most timed calls of a block, and its most seconds
+_TURNS, _SECONDS = 3, 1.0  # the fewest turns, and the seconds after which no turn begins
 
 
 class Way(NamedTuple):
-    """A way to make a call.
+    """A variant of a call, such as eager or by a graph.
 
     Attributes:
         call: the call.
-        context: makes a context that its blocks run in; entering it is not timed.
+        context: makes the context of its blocks; entering it is not timed.
     """
 
     call: Callable[[], object]
@@ -28,16 +28,16 @@ class Way(NamedTuple):
 def in_turns(
     first: Way, second: Way, wait: Callable[[], object], *, calls: float = math.inf, seconds: float = _SECONDS
 ) -> tuple[float, float]:
-    """Return the median time of a call in ms, for both ways, in the turn whose ratio of the two is the median.
+    """Return the median times of both variants in ms, in the turn with the median ratio of the two.
 
-    A turn is a block of calls of each way. The ratio is taken within a turn, when the host was equally fast for both.
+    A turn is a block of calls of each variant. Within a turn, the host is equally fast for both.
 
     Args:
-        first: the one way.
-        second: the other.
+        first: the first variant.
+        second: the second variant.
         wait: waits for the work of a call.
-        calls: timed calls of each way after which no turn begins.
-        seconds: after which no turn begins, if there were three.
+        calls: the number of timed calls of each variant after which no turn begins.
+        seconds: the time after which no turn begins, if there were three turns.
     """
     turns: list[tuple[float, float]] = []
     counts, began = [0, 0], time.perf_counter()
@@ -50,9 +50,9 @@ def in_turns(
 
 
 def _block(way: Way, wait: Callable[[], object], calls: float) -> list[float]:
-    """Return the seconds that calls took: not of the first, before which the other way ran, unless it is the only one.
+    """Return the seconds of each call, without the first call, which follows the other variant, if there are several.
 
-    A call of a graph may look at more then, and caches of the host are cold.
+    The first call may make further checks, and caches of the host are cold.
     """
     taken: list[float] = []
     with way.context():

@@ -1,6 +1,6 @@
 """CUDA graphs for models of other libraries, one folder per library; the models' code is unchanged.
 
-Answers what the core asks of extras, each of which is imported when it is first asked.
+`LateExtras` implements the interface through which the core calls extras, and imports each extra at its first use.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ _CLASS_REGISTRIES = {("transformers", "_registered_model_output_types"), ("trans
 
 
 class LateExtras(Extras):
-    """Imports an extra when it is first asked."""
+    """Calls extras for the core, and imports each at its first use."""
 
     def probes(self, counts: ProbeCounts) -> list[Probe]:
-        """Make the probes that inspect what graphs touch, and that decide on masks as eager does."""
+        """Make the probes that inspect the memory of graphs, and that decide on masks as eager does."""
         from simplegraph.integrations.mask_decisions import MaskDecisions
         from simplegraph.manager.touched import Inspection
 
         return [Inspection(), MaskDecisions(counts)]
 
     def runner_kind(self, config: Any, module: Any) -> Any:
-        """Return the runner of whole steps, or that of forward and backward graphs if the settings ask for these."""
+        """Return the runner class of training steps, or of forward and backward graphs; None for other modules."""
         from simplegraph.guard.functions import FunctionModule
 
         if isinstance(module, FunctionModule) and module.computes_gradients:
@@ -48,7 +48,7 @@ class LateExtras(Extras):
         CLASS_REGISTRIES.update(_CLASS_REGISTRIES)
 
     def lengths(self, config: Any) -> Any:
-        """Return buckets of lengths if the settings name some."""
+        """Return `LengthBuckets` if the settings have lengths."""
         if not config.lengths:
             return None
         from simplegraph.integrations.lengths import LengthBuckets
@@ -56,7 +56,7 @@ class LateExtras(Extras):
         return LengthBuckets(config)
 
     def touched_lines(self, module: Any, manager: Any) -> tuple[str, ...]:
-        """Say what the kernels of a module's graphs touch."""
+        """Describe the memory that the kernels of a module's graphs touch."""
         from simplegraph.doctor.touches import touched_lines
 
         return touched_lines(module, manager)
@@ -75,5 +75,5 @@ class LateExtras(Extras):
 
 
 def register() -> None:
-    """Let the core ask these; called once, by the package's door."""
+    """Install `LateExtras` in the core; called once, when the package is imported."""
     extras.installed = LateExtras()

@@ -1,4 +1,4 @@
-"""Tries for `advise` models of transformers, and models of which only parts can have graphs."""
+"""Trials of `advise` for models of transformers, and for models of which only parts can have graphs."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ def _try_handle(way: str, make: Make, model: nn.Module, method: str, args: Any, 
     """Try a function that gives a model graphs in place, on a copy.
 
     Args:
-        way: the function, as code names it.
-        make: is passed the copy and its call, and returns the handle and the settings that it chose.
-        model: what is called.
+        way: the function's name in code.
+        make: called with the copy and its call; returns the handle, and the settings that it chose.
+        model: the model.
         method: the method that is called; empty for the model itself.
         args: of the call.
         kwargs: of the call.
@@ -63,7 +63,7 @@ def _try_handle(way: str, make: Make, model: nn.Module, method: str, args: Any, 
         plain = copied((model, args, dict(kwargs)))
         eager = Way(_call(method, *plain))
         observe(trial, eager, plain)
-        trial_model, args, kwargs = copied((model, args, dict(kwargs)))  # graphs in place are in the way of eager calls
+        trial_model, args, kwargs = copied((model, args, dict(kwargs)))  # with graphs in place, no call would be eager
         graphs, settings = make(trial_model, _call(method, trial_model, args, kwargs))
         target = "{2}" if method else "{0}"
         trial.way = f"{way}({target}{''.join(f', {name}={value!r}' for name, value in settings.items())})"

@@ -51,7 +51,7 @@ class GraphedParts(Handle):
     As a context manager it calls `remove` at the end. It can be dropped: the parts stay as they are.
 
     Args:
-        model: what has the parts.
+        model: the model that has the parts.
 
     Attributes:
         parts: the wrapped parts by name; skipped: why others are not, by name.
@@ -75,7 +75,7 @@ class GraphedParts(Handle):
         return self.parts.values()
 
     def take_out(self, name: str) -> None:
-        """Put back what was in the places of a part, and drop its graphs."""
+        """Restore the original part in its places, and drop its graphs."""
         self._put_back(name)
         self.parts.pop(name).reset_graphs()
 
@@ -91,7 +91,7 @@ class GraphedParts(Handle):
                 setattr(holder, attribute, original)
 
     def report(self) -> PartsReport:
-        """Report captures, replays and what ran eagerly, for each part."""
+        """Report captures, replays and eager calls of each part."""
         return PartsReport({name: part.graph_report() for name, part in self.parts.items()}, self.skipped)
 
     def __repr__(self) -> str:

@@ -27,11 +27,11 @@ class Handle(abc.ABC):
 
     @abc.abstractmethod
     def report(self) -> Any:
-        """Report captures, replays and what ran eagerly, with the reasons."""
+        """Report captures, replays and eager calls, with the reasons."""
 
     @abc.abstractmethod
     def put_back(self) -> None:
-        """Put back what the model had before; a second call does nothing."""
+        """Restore the model; a second call does nothing."""
 
     def reset(self) -> None:
         """Drop all graphs and the memory that they read; later calls capture again."""
@@ -39,7 +39,7 @@ class Handle(abc.ABC):
             wrapped.reset_graphs()
 
     def remove(self) -> None:
-        """Put back what the model had before, and drop the graphs; a second call does nothing."""
+        """Restore the model, and drop the graphs; a second call does nothing."""
         self.put_back()
         self.reset()
 

@@ -1,4 +1,4 @@
-"""Serves calls of any length by graphs of a few: pads inputs to the next captured length, and cuts outputs."""
+"""Serve calls of any length by graphs of a few lengths: pad inputs to the next captured length, and cut outputs."""
 
 from __future__ import annotations
 
@@ -27,28 +27,28 @@ from simplegraph.manager.proof import EXACT, difference, first_difference
 from simplegraph.manager.stats import CaptureSummary
 from simplegraph.serve.proof import first_distance
 
-_COST = 100.0  # calls that take about as long as a comparison
-_COMPARED = 2  # padded calls of a kind, of different lengths, that are compared before one is served
-_TRIED = 8  # sizes predicted from the others before a prediction counts
+_COST = 100.0  # the assumed time of a comparison, in calls
+_COMPARED = 2  # padded calls of a kind, with different lengths, that are compared before a call is served
+_TRIED = 8  # sizes that must be predicted correctly before predictions count
 _MAX_KINDS, _MAX_LENGTHS, _MAX_STRIDE, _MAX_COUNTED = 256, 512, 4096, 1 << 16
 
 
 def wrong_since(served: int) -> str:
-    """Say how many calls ago padding changed nothing, in the refusal that says that it does."""
+    """Return the end of a refusal: the number of calls since padding had no effect."""
     return f"; it did not {served:,} calls ago, and answers since then may be wrong"
 
 
 class LengthProofs:
-    """Tells when to compare a padded call with eager: the first one of each captured length, then one now and then.
+    """Decides when a padded call is compared with eager: the first of each captured length, and later ones at times.
 
     Args:
-        verify: that of the settings; 0 never compares again.
+        verify: the setting; with 0, later calls are not compared.
     """
 
     def __init__(self, verify: int) -> None:
         self._first = first_distance(_COST, verify) if verify else 0
         self._calls_until_proof: dict[Hashable, int] = {}  # by kind of call and captured length
-        self._distance: dict[Hashable, int] = {}  # between the last comparison and the next; it doubles
+        self._distance: dict[Hashable, int] = {}  # calls between the last comparison and the next; it doubles
 
     def due(self, calls: Hashable) -> bool:
         """Count a call; True if it must be compared."""
@@ -58,7 +58,7 @@ class LengthProofs:
         return self._calls_until_proof[calls] < 0
 
     def compared(self, calls: Hashable) -> int:
-        """Note that a call was compared; return how many of its kind were served since the last comparison."""
+        """Note that a call was compared; return the number of its kind that were served since the last comparison."""
         before = self._distance.get(calls, 0)
         self._calls_until_proof[calls] = self._distance[calls] = 2 * before or self._first
         return before
@@ -68,16 +68,16 @@ Lengths = tuple[int, ...]  # of a call, by the names of its lengths
 
 
 def said_of(lengths: Lengths, padded: int) -> str:
-    """Say from which lengths to which one a call is padded."""
+    """Describe the padding of a call: its lengths, and the captured length."""
     return f"from {' and '.join(map(str, lengths))} to {padded}"
 
 
 class SizeRule:
-    """Predicts a size of an output from the length by pairs that were seen: ``(length - a) // stride + 1``.
+    """Predicts a size of an output from the length, from known pairs: ``(length - a) // stride + 1``.
 
-    Sizes have this form whatever windows and strides follow each other; a size is known once all strides that fit the
-    pairs agree on it. Sizes of another form may fit a few pairs by chance, so each pair must follow from the others; a
-    wrong prediction fits no stride with them.
+    Any sequence of windows and strides leads to sizes of this form. A size is known as soon as all strides that fit the
+    pairs agree on it. Sizes of another form may fit a few pairs by chance, so each pair must also follow from the
+    others: after a wrong prediction, no stride fits.
     """
 
     def __init__(self) -> None:
@@ -92,11 +92,11 @@ class SizeRule:
 
     @property
     def fits(self) -> bool:
-        """True if the sizes that were seen may follow this length."""
+        """True if the known sizes may follow this length."""
         return not self._changed and any(_window(stride, self._seen, self._seen) for stride in range(1, _MAX_STRIDE))
 
     def predict(self, length: int) -> int | None:
-        """Return the size at a length; None if it does not follow from what was seen."""
+        """Return the size at a length; None if it does not follow from the known pairs."""
         if length in self._seen:
             return self._seen[length]
         tried = dict(list(self._seen.items())[:_TRIED])
@@ -105,14 +105,14 @@ class SizeRule:
 
 
 def _window(stride: int, seen: Collection[int], sizes: Mapping[int, int]) -> tuple[int, ...]:
-    """Return the least and the largest first window with which a stride fits the sizes seen; () if none does."""
+    """Return the smallest and the largest first window with which a stride fits the known sizes; () if none does."""
     least = max((at - sizes[at] * stride + 1 for at in seen), default=0)
     most = min((at - (sizes[at] - 1) * stride for at in seen), default=0)
     return (least, most) if least <= most else ()
 
 
 def _fitting(length: int, seen: Collection[int], sizes: Mapping[int, int]) -> int | None:
-    """Return the one size at a length that fits the sizes at the lengths seen; None if none does, or several."""
+    """Return the only size at a length that fits the known sizes; None if no size fits, or several do."""
     fitting: set[int] = set()
     for stride in range(1, _MAX_STRIDE) if seen else ():
         fitting |= {(length - first) // stride + 1 for first in _window(stride, seen, sizes)}
@@ -125,7 +125,7 @@ class OutputLengths:
     """Cuts the outputs of padded calls of one kind to the sizes that the caller's length gives.
 
     Args:
-        verify: that of the settings.
+        verify: the setting.
 
     Attributes:
         proofs: tell when calls padded to a length are compared.
@@ -144,12 +144,12 @@ class OutputLengths:
         self._refusal: CannotBind | None = None
 
     def check(self) -> None:
-        """Refuse such calls if padding changes their answer. Raises CannotBind."""
+        """Raise CannotBind if padding changes the results of such calls."""
         if self._refusal is not None:
             raise self._refusal.again()
 
     def refuse(self, why: str) -> None:
-        """Run such calls unpadded from now on."""
+        """Run such calls without padding from now on."""
         self._refusal = self._refusal or CannotBind(Reason.LENGTH_PADDING, why)
 
     def sizes(self, lengths: Lengths, padded: int) -> dict[tuple[int, int], int] | None:
@@ -177,7 +177,7 @@ class OutputLengths:
         return predictions.pop() if len(predictions) == 1 else None
 
     def learn(self, lengths: Lengths, padded: int, run: RunEffects, padded_run: RunEffects) -> None:
-        """Learn from what a call returned and left, unpadded and padded."""
+        """Learn from the outputs and the effects of a call, without and with padding."""
         leaves, others, said = run.leaves, padded_run.leaves, said_of(lengths, padded)
         refusal = unlike_outputs(run, padded_run, said)
         if refusal is not None:
@@ -209,12 +209,12 @@ class OutputLengths:
 
 
 class PaddedCall:
-    """A call, read: its leaves, its rows, its lengths and the captured one that they are padded to, 0 if there is none.
+    """A call: its leaves, its rows, its lengths, and the captured length (0 if there is none).
 
     Args:
-        arguments: of the call, positional and by name.
-        leaves, names, spec: of the call.
-        config: which dimensions are lengths, and how they are padded.
+        arguments: the positional and the keyword arguments.
+        leaves, names, spec: the leaves of the call, their names, and their structure.
+        config: the settings, with the dimensions that are lengths, and their padding.
         reader: finds the batch size.
 
     Raises:
@@ -257,7 +257,7 @@ class PaddedCall:
 
     @property
     def kind(self) -> Hashable:
-        """Return a key of such calls that leaves out their sizes."""
+        """Return a key of such calls, without their sizes."""
         kinds = ((leaf, type(leaf)) for leaf in self.leaves)
         plain = (leaf if issubclass(kind, ATOMS) and kind not in (int, float) else kind for leaf, kind in kinds)
         tensors = (
@@ -268,7 +268,7 @@ class PaddedCall:
 
     @property
     def declares_values(self) -> bool:
-        """True if `pad_values` pads the length of a floating argument, as with infinity, which no maximum picks."""
+        """True if `pad_values` pads the length of a floating argument, such as by a value that is never picked."""
         pads = ((self.leaves[index], pad) for index, pad in self._pads.items())
         return any(pad is not None and leaf.is_floating_point() for leaf, pad in pads)
 
@@ -278,7 +278,7 @@ class PaddedCall:
         return tuple(size == 1 and dim != length for dim, size in enumerate(leaf.shape))
 
     def unlike_in(self, outputs: Any) -> str | None:
-        """Say what a run did with containers of the arguments, of which padded calls have copies; None if nothing."""
+        """Describe a change or a return of an argument's container, of which padded calls have copies; None if none."""
         leaves, spec = flatten(self.arguments)
         if spec != self.spec or any(map(operator.is_not, leaves, self.leaves)):
             return "it sets items of an argument"
@@ -305,11 +305,11 @@ class PaddedCall:
 class LengthBuckets:
     """Pads calls of one module to captured lengths.
 
-    The first calls of each kind and captured length, and one now and then, run unpadded, after a rehearsal of the
-    padded call of which nothing stays. If their answers differ, or could, such calls run eagerly.
+    The first calls of each kind and captured length, and later ones from time to time, run without padding, after a
+    rehearsal of the padded call. If the results differ, or could differ, such calls run eagerly.
 
     Args:
-        config: the lengths, and which dimensions they are.
+        config: the settings, with the lengths and their dimensions.
     """
 
     config: CudaGraphConfig
@@ -372,7 +372,7 @@ class LengthBuckets:
         return self._rules.setdefault(kind, OutputLengths(self.config.verify))
 
     def _learn(self, server: Any, rule: OutputLengths, call: PaddedCall, module: Any, why: Reason) -> Any:
-        """Run a call eagerly and unpadded, and compare it with its padded form."""
+        """Run a call eagerly without padding, and compare it with its padded form."""
         device, at = server.device_for(module, call.leaves), call.at(call.padded)
         said = said_of(call.lengths, call.padded)
         server.stats.name = module._get_name()
@@ -412,12 +412,12 @@ def unlike_outputs(run: RunEffects, padded_run: RunEffects, changed: str) -> Can
 
 
 def unlike_effects(run: RunEffects, padded_run: RunEffects, *, chooses: bool = False) -> str | None:
-    """Say what padding a call changes beside its outputs, or may change another time; None if nothing.
+    """Describe an effect of padding beside the outputs, present or possible; None if there is none.
 
     Args:
-        run: the call as it is.
-        padded_run: the same, padded.
-        chooses: operators may pick values along the length, as a maximum does, since padding is never picked.
+        run: the run without padding.
+        padded_run: the run with padding.
+        chooses: True if operators may pick values along the length, as a maximum does, since padding is never picked.
     """
     chosen = None if chooses else padded_run.numbers.differing_choice(run.numbers, places=False)
     if chosen is not None:
@@ -426,14 +426,14 @@ def unlike_effects(run: RunEffects, padded_run: RunEffects, *, chooses: bool = F
 
 
 def grown_dims(leaf: Any, other: Any) -> Sequence[int]:
-    """List the dimensions in which another output is larger; none if one of the two is not a tensor."""
+    """List the dimensions in which the other output is larger; empty if one of the two is not a tensor."""
     if not issubclass(type(leaf), Tensor) or not isinstance(other, Tensor) or leaf.dim() != other.dim():
         return ()
     return [dim for dim in range(leaf.dim()) if leaf.shape[dim] < other.shape[dim]]
 
 
 def cut_outputs(leaves: Sequence[Any], sizes: Mapping[tuple[int, int], int], *, dense: bool = False) -> list[Any]:
-    """Cut outputs; `dense` copies those that have gaps then, since eager outputs have none."""
+    """Cut outputs; `dense` copies outputs that would have gaps, since eager outputs have none."""
     cut = list(leaves)
     for (index, dim), size in sizes.items():
         cut[index] = cut[index].narrow(dim, 0, size)
@@ -444,7 +444,7 @@ def cut_outputs(leaves: Sequence[Any], sizes: Mapping[tuple[int, int], int], *, 
 
 
 def added(summaries: Mapping[str, CaptureSummary]) -> CaptureSummary:
-    """Add up captures of several kinds of calls, by the names of their failures."""
+    """Add the summaries of the captures of several kinds of calls."""
     every = summaries.values()
     failed = {f"{label}, {kind}": error for kind, one in summaries.items() for label, error in one.failed.items()}
     captured, seconds, size = (sum(getattr(one, name) for one in every) for name in ("captured", "seconds", "bytes"))

@@ -1,4 +1,4 @@
-"""Makes captures decide on masks as eager does, once transformers is loaded."""
+"""A probe that lets captures decide on masks as eager does, if transformers is loaded."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from simplegraph.program.probes import Probe, Run
 
 @dataclasses.dataclass(eq=False)
 class MaskDecisions(Probe):
-    """Counts decisions on masks in eager runs, and answers the questions before them in recordings.
+    """Counts decisions on masks in eager runs, and makes the same decisions in recordings.
 
     Args:
-        counts: of a table: how many decisions the recordings after an eager run must make.
+        counts: the probe counts of a table: the number of decisions of an eager run, which recordings must make, too.
     """
 
     counts: ProbeCounts

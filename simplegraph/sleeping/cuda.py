@@ -1,4 +1,4 @@
-"""Memory of a GPU whose addresses outlive its pages: CUDA's virtual memory, behind pools of torch's allocator."""
+"""Regions on a GPU: CUDA's virtual memory, whose addresses outlive its pages, in pools of torch's allocator."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from simplegraph.device.protocol import GraphDevice, GraphPool
 from simplegraph.sleeping.regions import MemoryRegion, Segments, Span
 
 _DEVICE, _READ_WRITE = 1, 3  # CU_MEM_LOCATION_TYPE_DEVICE, CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-_RESERVED: dict[int, int] = {}  # the bytes at each address that is reserved for torch's allocator
+_RESERVED: dict[int, int] = {}  # address that is reserved for torch's allocator -> bytes
 
 
 class _Location(ctypes.Structure):
@@ -39,7 +39,7 @@ class _Access(ctypes.Structure):  # CUmemAccessDesc
 
 
 def _map(address: int, size: int, index: int) -> int:
-    """Put new pages behind addresses; return the driver's error, 0 for none."""
+    """Map new pages to addresses; return the driver's error code, 0 for success."""
     driver, handle, location = cuda_driver(), ctypes.c_uint64(), _Location(_DEVICE, index)
     pages, access = _Properties(kind=1, location=location), _Access(location, _READ_WRITE)
     at, count = ctypes.c_uint64(address), ctypes.c_size_t(size)
@@ -64,7 +64,7 @@ def _release(address: int) -> None:
 
 
 def _allocate(size: int, index: int, _: int) -> int | None:
-    """Give torch's allocator memory at reserved addresses; None if there is none, which torch raises as an error."""
+    """Allocate memory at reserved addresses for torch's allocator; None if there is none, so that torch raises."""
     address, zero = ctypes.c_uint64(), ctypes.c_uint64(0)
     if cuda_driver().cuMemAddressReserve(ctypes.byref(address), ctypes.c_size_t(size), ctypes.c_size_t(0), zero, zero):
         return None
@@ -83,8 +83,8 @@ _CALLBACK = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ct
 def _allocator() -> Any:
     """Make the allocator of pools.
 
-    Its callback takes the interpreter's lock, so torch's allocator may not hold its own lock meanwhile: a thread that
-    frees a tensor holds the first and waits for the second.
+    Its callback takes the interpreter's lock. Torch's allocator must not hold its own lock meanwhile, since a thread
+    that frees a tensor holds the interpreter's lock and waits for the allocator's.
     """
     driver = cuda_driver()
     if driver is None or not hasattr(torch._C, "_cuda_customAllocator"):
@@ -93,20 +93,20 @@ def _allocator() -> Any:
     options = ",".join([*filter(None, [before]), "release_lock_on_cudamalloc:True"])
     configure = getattr(torch._C, "_accelerator_setAllocatorSettings", None)  # since torch 2.10
     (configure or torch.cuda.memory._set_allocator_settings)(options)
-    # Pages are unmapped by the driver's own function, which needs no lock and waits for nothing: see `close`.
+    # The driver's own function unmaps pages; it needs no lock and does not wait: see `close`.
     allocate, free = (ctypes.cast(function, ctypes.c_void_p).value for function in (_CALLBACK, driver.cuMemUnmap))
     return torch._C._cuda_customAllocator(allocate or 0, free or 0)
 
 
 class CudaRegion(MemoryRegion):
-    """The memory of one pool of torch's allocator, which gives none of it back by itself while the region is open."""
+    """The memory of one pool of torch's allocator, which releases none of it by itself while the region is open."""
 
     def __init__(self, part: str, device: GraphDevice) -> None:
         super().__init__(part, device)
         self._index: int = device.torch_device.index or 0
         with torch.cuda.device(self._index):
             self._pool = torch.cuda.MemPool(_allocator())
-        # Never destroyed: that ends the process if anything is capturing, or using a pool, at that moment.
+        # Never destroyed: this would end the process if other code captures or uses a pool at that moment.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._pool))
         self.pool_id: tuple[int, int] = self._pool.id
 

@@ -1,4 +1,4 @@
-"""Memory of the CPU that sleeps as a GPU's does: what is given back is poisoned, so that reads of it show."""
+"""Regions of the emulator: released memory is poisoned, so that reads of it show."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from simplegraph.device.emulator.arena import Arena, living
 from simplegraph.device.protocol import GraphDevice, GraphPool
 from simplegraph.sleeping.regions import MemoryRegion, Segments, Span, storage_reference, storage_span
 
-# A NaN of float32 and bfloat16 that any computation turns into another NaN, so that updates in place show, too.
+# A NaN of float32 and bfloat16 that every computation turns into another NaN: updates in place show, too.
 _POISON = b"\xbf\xff"
 _storage: Callable[[Any], torch.UntypedStorage | None] = torch.UntypedStorage._new_with_weak_ptr
 
@@ -38,7 +38,7 @@ _INSIDE = _Inside()
 
 
 class _Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes the storages that operators make, unless a mode like this that was entered later does."""
+    """Notes the storages that operators make, unless an inner mode of this class does."""
 
     def __init__(self, made: dict[int, Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -59,7 +59,7 @@ class _Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class EmulatedRegion(MemoryRegion):
-    """Storages that were made while this region was the one to allocate from."""
+    """The storages that were made while allocations went to this region."""
 
     def __init__(self, part: str, device: GraphDevice) -> None:
         super().__init__(part, device)
@@ -78,7 +78,7 @@ class EmulatedRegion(MemoryRegion):
             self.live = self.blocks = _spans(self.storages())
 
     def save(self, discards: Callable[[Span], bool]) -> None:
-        # Storages that died since the last look leave the spans, and none may die while the spans are written to.
+        # Storages that ended since the last `look` leave the spans. No storage may end while spans are written.
         self._held = [*self.storages()]
         self.live = self.blocks = _spans(self._held)
         super().save(discards)
@@ -88,7 +88,7 @@ class EmulatedRegion(MemoryRegion):
         return not (self.live or self.open)
 
     def refuse_use(self, storages: Iterable[torch.UntypedStorage], said: str) -> None:
-        """Do nothing: reads meet poison, and writes show at waking."""
+        """Do nothing: reads return poison, and writes are found at waking."""
 
     def copy_out(self, host: int, span: Span) -> None:
         ctypes.memmove(host, *span)
@@ -120,7 +120,7 @@ def _poison(size: int) -> bytes:
 
 
 class EmulatedPool(EmulatedRegion):
-    """The memory of an emulated pool of graphs, to which replays write, and nobody else."""
+    """The memory of an emulated pool of graphs, which only replays write."""
 
     def __init__(self, device: GraphDevice, arena: Arena) -> None:
         super().__init__("graphs", device)

@@ -1,4 +1,4 @@
-"""Find what holds graphs and which memory its graphs read: what sleeps with it, and what stays awake."""
+"""Find the holders of graphs and the memory that their graphs read: memory that sleeps, and memory that stays awake."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _SHOWN = 3  # names in a line
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Holder:
-    """Holds graphs: the runner of a wrapped module, or a manager, with its module where that is known."""
+    """A holder of graphs: the runner of a wrapped module, or a manager, with its module if that is known."""
 
     graphs: Any
     module: nn.Module | None = None
@@ -41,7 +41,7 @@ class Holder:
 
     @property
     def builders(self) -> list[Any]:
-        """Builders of its graphs; none for a manager, whose owner builds them."""
+        """The builders of its graphs; none for an engine's manager."""
         return [] if isinstance(self.graphs, CudaGraphManager) else self.graphs.builders
 
     @property
@@ -53,7 +53,7 @@ class Holder:
 
     @property
     def modules(self) -> list[nn.Module]:
-        """Its module, and those that its graphs were captured from."""
+        """Its module, and the modules that its graphs were captured from."""
         captured = [builder.state.module() for builder in self.builders if builder.state is not None]
         return list({id(module): module for module in (self.module, *captured) if module is not None}.values())
 
@@ -71,7 +71,7 @@ class Holder:
             yield from (("a tensor that no operator named", tensor) for tensor in manager.table.foreign)
 
     def memory(self, kind: str) -> dict[Span, str]:
-        """Name the memory of its tensors on a kind of device."""
+        """Return the names of its tensors' memory on devices of a type."""
         names: dict[Span, str] = {}
         for name, tensor in self.tensors():
             for part in parts_of(tensor):
@@ -87,7 +87,7 @@ class Holder:
 
 
 def holders_of(owner: Any) -> list[Holder]:
-    """List what a wrapped module holds graphs with, its submodules included, or a manager; everything for None.
+    """List the holders of a wrapped module and its submodules, or of a manager; all holders of the process for None.
 
     Raises:
         InputError: `owner` is something else.
@@ -119,7 +119,7 @@ class RegionMap:
         return self.regions[self._blocks[at][2]]
 
     def region_of(self, tensor: Tensor) -> MemoryRegion | None:
-        """Return the region that memory of a tensor is in, asleep or not; None if none of it is in one."""
+        """Return the region of a tensor's memory, asleep or not; None if it is in no region."""
         for part in parts_of(tensor):
             if has_address(part):
                 asleep = refusing_region(part)
@@ -142,7 +142,7 @@ class RegionMap:
 
 
 def _addresses(holder: Holder) -> Iterator[int]:
-    """Yield addresses outside of the graphs' own memory that the driver said they touch."""
+    """Yield addresses outside of the graphs' own memory that they touch according to the driver."""
     for manager in holder.managers:
         for graph in manager.table.graphs.values():
             inventory: Inventory | None = graph.counters.inventory
@@ -151,7 +151,7 @@ def _addresses(holder: Holder) -> Iterator[int]:
 
 
 def kept_awake(holder: Holder, places: RegionMap) -> list[str]:
-    """List what a holder's graphs read outside of all regions: it stays awake."""
+    """Describe the memory outside of all regions that a holder's graphs read: it stays awake."""
     kept: list[str] = []
     for kind in dict.fromkeys(manager.device.torch_device.type for manager in holder.managers):
         left = {span: name for span, name in holder.memory(kind).items() if places.find(span.address) is None}

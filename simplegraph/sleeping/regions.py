@@ -1,4 +1,4 @@
-"""Regions: memory that is given back to the driver and taken again together, at the same addresses."""
+"""Regions: memory that is released to the driver and mapped again together, at the same addresses."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ class MemoryRegion(abc.ABC):
 
     Args:
         part: "weights", "caches" or "graphs".
-        device: where it is.
+        device: the device of the memory.
 
     Attributes:
-        asleep: True while the driver has its pages.
+        asleep: True while its pages are released.
         open: True while a thread allocates from it.
-        blocks: all of it, as of the last `look`; live: what of it somebody uses.
-        written: True if something was written to it while it slept, which is lost.
+        blocks: all its memory, as of the last `look`; live: the memory in use.
+        written: True if code wrote to it while it slept; the write is lost.
     """
 
     written = False
@@ -66,7 +66,7 @@ class MemoryRegion(abc.ABC):
 
     @contextlib.contextmanager
     def allocating(self) -> Iterator[None]:
-        """Let this thread's allocations go here."""
+        """Direct this thread's allocations to the region in the block."""
         self.open = True
         try:
             with self._allocator():
@@ -76,14 +76,14 @@ class MemoryRegion(abc.ABC):
 
     @abc.abstractmethod
     def _allocator(self) -> AbstractContextManager[object]:
-        """Return what surrounds allocations that go here."""
+        """Return the context that directs allocations to the region."""
 
     @abc.abstractmethod
     def look(self, present: Segments) -> None:
         """Update `blocks` and `live` from the segments of torch's allocator."""
 
     def holds_graphs(self, pool: GraphPool) -> bool:
-        """True if it is the memory of a pool's graphs."""
+        """True if it contains the memory of a pool's graphs."""
         return False
 
     @property
@@ -92,7 +92,7 @@ class MemoryRegion(abc.ABC):
         """True if nothing of it is in use, as of the last `look`."""
 
     def close(self) -> None:  # noqa: B027
-        """Give unused memory back for good. Call once the device is idle: queued work would lose its pages."""
+        """Release unused memory for good. Call it when the device is idle: queued work would lose its pages."""
 
     @outside_modes()  # else an open region of the emulator would take it for its own
     def host_buffer(self, size: int) -> Tensor:
@@ -113,14 +113,14 @@ class MemoryRegion(abc.ABC):
 
     @abc.abstractmethod
     def unmap(self, block: Span) -> None:
-        """Give a block's pages back; its addresses stay reserved."""
+        """Release the pages of a block; its addresses stay reserved."""
 
     @abc.abstractmethod
     def map(self, block: Span) -> bool:
-        """Take pages for a block again; False if there is no memory."""
+        """Map pages to a block again; False if there is no memory."""
 
     def refuse_use(self, storages: Iterable[torch.UntypedStorage], said: str) -> None:
-        """Make torch raise an error with this text whenever one of these storages is used, where it can."""
+        """Let torch raise an error with this text if one of these storages is used, if torch supports that."""
         if _refuse is None or _allow is None:
             return
         for storage in storages:
@@ -145,7 +145,7 @@ class MemoryRegion(abc.ABC):
         return sum(span.size for span, _ in self._copies)
 
     def save(self, discards: Callable[[Span], bool]) -> None:
-        """Queue copies of its contents to the host, except of what is discarded."""
+        """Queue copies of its contents to the host, except discarded contents."""
         spans = self.blocks if self.part == "graphs" else self.live  # blocks without an owner hold static outputs
         self._discarded = [span for span in spans if discards(span)]
         pieces = list(_pieces(span for span in spans if not discards(span)))
@@ -156,13 +156,13 @@ class MemoryRegion(abc.ABC):
             self.copy_out(host, span)
 
     def give_back(self) -> None:
-        """Give the pages back. Call once nothing uses them and the copies are made."""
+        """Release the pages. Call it when no work uses them, and the copies are complete."""
         self.asleep = True
         for block in self.blocks:
             self.unmap(block)
 
     def restore(self) -> None:
-        """Queue copies from the host, once it is mapped; what was discarded is NaN in weights, 0 in caches."""
+        """Queue copies from the host, after the region is mapped; discarded weights become NaN, caches 0."""
         for span, host in self._copies:
             self.copy_in(host, span)
         for span in self._discarded:
@@ -170,12 +170,12 @@ class MemoryRegion(abc.ABC):
         self.asleep = False
 
     def forget(self) -> None:
-        """Drop the host's copies. Call once they are read."""
+        """Drop the copies on the host. Call it when they have been read."""
         self._copies, self._chunks, self._discarded = [], [], []
 
 
 def map_all(regions: Sequence[MemoryRegion], undo: contextlib.ExitStack) -> None:
-    """Take the pages of all regions, or of none; `undo` gives them back.
+    """Map the pages of all regions, or of none; `undo` releases them again.
 
     Raises:
         AsleepError: there is not enough memory.
@@ -193,7 +193,7 @@ def map_all(regions: Sequence[MemoryRegion], undo: contextlib.ExitStack) -> None
 
 
 def gib(size: int) -> str:
-    """Show a number of bytes in GiB."""
+    """Format a number of bytes in GiB."""
     return f"{size / 2**30:.2f}"
 
 
@@ -214,6 +214,6 @@ def storage_span(storage: torch.UntypedStorage) -> Span:
 
 
 def refusing_region(tensor: Tensor) -> MemoryRegion | None:
-    """Return the region of a tensor that sleeps and refuses to be used, its address included; else None."""
+    """Return the region of a sleeping tensor that refuses all uses, also of its address; None for other tensors."""
     entry = _REFUSING.get(storage_key(tensor))
     return None if entry is None else entry[1]

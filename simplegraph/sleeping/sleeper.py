@@ -1,4 +1,4 @@
-"""Allocate memory that can sleep, put what holds graphs to sleep, and wake it: addresses and graphs stay."""
+"""`sleepable`, `sleep` and `wake`: memory is released and mapped again, and addresses and graphs stay."""
 
 from __future__ import annotations
 
@@ -51,20 +51,20 @@ _POOLS: weakref.WeakKeyDictionary[Arena, EmulatedPool] = weakref.WeakKeyDictiona
 
 @contextlib.contextmanager
 def sleepable(part: str = "weights", device: torch.device | str | None = None) -> Iterator[None]:
-    """Let this thread allocate memory in here that `sleep` can give back: build the model, or its caches, inside.
+    """Let this thread allocate memory that `sleep` can release: build the model, or its caches, in the block.
 
         with sg.sleepable():
             model = sg.wrap(build().cuda().eval())
         with sg.sleepable("caches"):
             cache = torch.zeros(...)
 
-    What is built in one block sleeps together. From the first block on, new graphs and their static inputs can sleep,
-    too. Dropped tensors' memory is given back by the next block, capture or `sleep`, as ``torch.cuda.empty_cache``
-    leaves it alone. On a GPU the first block sets ``release_lock_on_cudamalloc`` of torch's allocator.
+    Memory of one block sleeps together. From the first block on, new graphs and their static inputs can sleep, too. The
+    memory of dropped tensors is released by the next block, capture or `sleep`, not by ``torch.cuda.empty_cache``. On a
+    GPU the first block sets ``release_lock_on_cudamalloc`` of torch's allocator.
 
     Args:
-        part: "weights", or "caches", which `sleep` and `wake` name.
-        device: where; the current GPU if None, or the CPU, which is emulated, where there is none.
+        part: "weights" or "caches", the names for `sleep` and `wake`.
+        device: the device; None for the current GPU or, without a GPU, the CPU, which is emulated.
 
     Raises:
         ConfigError: `part` is another word, or the driver or torch has no such memory.
@@ -87,7 +87,7 @@ def _new_region(part: str, device: GraphDevice) -> MemoryRegion:
 
 
 class SleepableMemory:
-    """Memory of graphs once something of the process can sleep; see `memory_sources`."""
+    """Allocates the memory of graphs if memory of the process can sleep; see `memory_sources`."""
 
     def graph_pool_id(self, device: GraphDevice) -> Any:
         """Make a memory pool of torch's allocator for graphs, and return its id."""
@@ -101,7 +101,7 @@ class SleepableMemory:
 
 
 def regions(pools: Iterable[GraphPool] = ()) -> list[MemoryRegion]:
-    """List the regions that are in use or open, and those of emulated pools; give back what is unused."""
+    """List the regions that are in use or open, and those of emulated pools; release unused regions."""
     with CAPTURE_LOCK:  # which `synchronize` takes, and whoever makes a pool has: two threads may look at once
         look(_REGIONS)
         unused = [region for region in _REGIONS if region.unused and not region.asleep]
@@ -117,7 +117,7 @@ def regions(pools: Iterable[GraphPool] = ()) -> list[MemoryRegion]:
 
 
 def look(chosen: Sequence[MemoryRegion]) -> None:
-    """Update what regions hold."""
+    """Update the contents of regions."""
     present: dict[Any, list[dict[str, Any]]] = collections.defaultdict(list)
     if any(isinstance(region, CudaRegion) for region in chosen):
         for segment in segments():
@@ -128,12 +128,12 @@ def look(chosen: Sequence[MemoryRegion]) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class SleepReport:
-    """Result of a `sleep`.
+    """The result of a `sleep`.
 
     Attributes:
-        given_back: bytes of device memory that went to the driver.
-        on_host: bytes whose contents are on the host.
-        kept: what graphs read and stayed awake, with its size where that is known.
+        given_back: bytes of device memory that were released.
+        on_host: bytes whose contents were copied to the host.
+        kept: descriptions of memory that graphs read and that stayed awake, with its size if known.
         seconds: the time it took.
     """
 
@@ -144,12 +144,12 @@ class SleepReport:
 
 
 class Nap:
-    """One sleep, until all of it is awake again.
+    """One sleep, until all its memory is awake again.
 
     Args:
-        holders: whose calls are refused meanwhile.
-        asleep: what sleeps.
-        wake_on_call: a call wakes it.
+        holders: the holders of graphs whose calls are refused meanwhile.
+        asleep: the regions that sleep.
+        wake_on_call: True to wake them at a call.
     """
 
     def __init__(self, holders: Sequence[Holder], asleep: Iterable[MemoryRegion], *, wake_on_call: bool) -> None:
@@ -161,10 +161,10 @@ class Nap:
         self._undo = contextlib.ExitStack()
 
     def close_doors(self, holders: Sequence[Holder]) -> None:
-        """Make every way to the memory `knock` first. Call with the pools' locks held."""
+        """Replace all methods that use the memory by ones that `knock` first. Call it with the pools' locks held."""
         for holder in holders:
             self._close(holder.graphs, _DOORS[holder.graphs in holder.managers])
-            # The first call of a replay that holds the pool's lock, for which it may be waiting now.
+            # The first method that a replay calls with the pool's lock; a replay may be waiting for the lock now.
             for manager in holder.managers:
                 self._close(manager.table, ["order_streams"])
             for state in [builder.state for builder in holder.builders if builder.state is not None]:
@@ -182,7 +182,7 @@ class Nap:
                     )
 
     def refuse_use(self, holders: Sequence[Holder]) -> None:
-        """Make the tensors that sleep refuse to be used, where torch can."""
+        """Let sleeping tensors refuse all uses, if torch supports that."""
         said = f"{self.name} is asleep: call wake() before its memory is read or written."
         storages: dict[MemoryRegion, list[torch.UntypedStorage]] = collections.defaultdict(list)
         for holder in holders:
@@ -263,7 +263,7 @@ class Nap:
 
 
 def _knock_before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Wake what an optimizer is about to step, or refuse that; torch calls it before every step."""
+    """Wake the parameters of an optimizer, or refuse its step; torch calls this before every step."""
     state = (value for values in optimizer.state.values() for value in values.values() if isinstance(value, Tensor))
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     gradients = (parameter.grad for parameter in parameters if parameter.grad is not None)
@@ -292,17 +292,17 @@ def _call_weakly(function: Callable[..., Any], owner: weakref.ref[Any], /, *args
 
 
 @contextlib.contextmanager
-def _agreed(ranks: Iterable[SingleRank], what: str) -> Iterator[None]:
-    """Make a failure in the block on one rank fail on all ranks that act together."""
+def _agreed(ranks: Iterable[SingleRank], action: str) -> Iterator[None]:
+    """Raise an error on all ranks that act together if the block fails on one of them."""
     failed: Exception | None = None
     try:
         yield
     except Exception as error:
         failed = error
     for group in ranks:
-        failure = group.failure(what, failed)
+        failure = group.failure(action, failed)
         if failure is not None and failed is None:
-            failed = AsleepError(f"{what} failed on rank {failure[0]}, so nothing was done here:\n  {failure[1]}")
+            failed = AsleepError(f"{action} failed on rank {failure[0]}, so nothing was done here:\n  {failure[1]}")
     if failed is not None:
         raise failed
 
@@ -315,26 +315,27 @@ def sleep(
     foreign: str = "keep",
     wake_on_call: bool = False,
 ) -> SleepReport:
-    """Give device memory back to the driver until `wake`; its addresses and all graphs stay.
+    """Release device memory to the driver until `wake`; its addresses and all graphs stay.
 
-    What goes is memory of graphs and static inputs, and what was built inside `sleepable`. Also a method of wrapped
-    modules, functions, steps and `CudaGraphManager`, for what these hold. Calls meanwhile raise `AsleepError`.
+    This releases the memory of graphs and static inputs, and memory that was allocated inside `sleepable`. It is also a
+    method of wrapped modules, functions, steps and `CudaGraphManager`, for their own memory. Calls meanwhile raise
+    `AsleepError`.
 
     Args:
         owner: a wrapped module or manager; everything in the process if None.
-        weights: their contents: "host" copies them to pinned memory, "discard" drops what a checkpoint of the wrapped
-            modules would load (NaN until it is loaded again), "keep" leaves the memory where it is.
-        caches: likewise; discarded ones are zeros after waking.
-        foreign: "keep" leaves memory that graphs read awake which cannot sleep, and reports it; "refuse" raises.
-        wake_on_call: a call wakes it, instead of raising.
+        weights: "host" copies the contents of weights to pinned memory; "discard" drops contents that a checkpoint of
+            the wrapped modules would load (they are NaN until then); "keep" does not release weights.
+        caches: the same for caches; discarded caches are zeros after waking.
+        foreign: "keep" reports memory that graphs read and that cannot sleep; "refuse" raises an error for it.
+        wake_on_call: True to wake the memory at a call, instead of raising an error.
 
     Raises:
-        AsleepError: it is asleep already.
-        ConfigError: an option is invalid, nothing of it can sleep, its `sleepable` block is open, or it shares memory
-            with what stays awake.
-        InputError: `owner` is something else.
-        CaptureError: a capture is under way in this thread, or the forward of a wrapped module.
-        RankError: a rank did not come.
+        AsleepError: the memory is asleep already.
+        ConfigError: an option is invalid, no memory of the owner can sleep, its `sleepable` block is open, or it shares
+            memory with a holder that stays awake.
+        InputError: `owner` is another kind of object.
+        CaptureError: this thread is capturing, or running the forward of a wrapped module.
+        RankError: a rank did not answer.
     """
     started = time.perf_counter()
     for name, value, choices in (
@@ -443,7 +444,7 @@ def _paused(holders: Sequence[Holder]) -> Iterator[None]:
 
 
 def _check_complete(nap: Nap, holders: Sequence[Holder], places: RegionMap) -> None:
-    """Refuse to put memory to sleep that is not there, or is still being allocated, or that what stays awake uses."""
+    """Refuse a sleep without memory, during an allocation, or of memory that a holder uses that stays awake."""
     if any(region.open for region in nap.regions):
         raise ConfigError(
             f"{nap.name} cannot sleep while an sg.sleepable() block is open that its memory comes from; "
@@ -465,5 +466,5 @@ def _check_complete(nap: Nap, holders: Sequence[Holder], places: RegionMap) -> N
 
 
 def _discards(part: str, caches: str, loaded: Collection[int]) -> Callable[[Span], bool]:
-    """Return what tells if the contents of a block in this part are dropped."""
+    """Return a function that is true for blocks of this part whose contents are dropped."""
     return lambda span: span.address in loaded if part == "weights" else part == "caches" and caches == "discard"

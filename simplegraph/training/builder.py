@@ -190,14 +190,14 @@ class PairBuilder(GraphBuilder):
         return PairPlan(call, *around, jobs, recording, self._read, self.last)
 
     def note_seen(self, call: Call, inputs: InputSet, observation: Observation, buffers: Iterable[Tensor] = ()) -> None:
-        """Note what runs were seen to read and write, and what backwards read."""
+        """Note the memory that observed runs read and wrote, and the tensors that backwards read."""
         if self._recording is not None:
             buffers = [buffer for buffer in self._recording.gradients if buffer is not None]
         super().note_seen(call, inputs, observation, buffers)
         self._read = {key for observer in observation.observers[1:] for key in observer.external}
 
     def _foreign_output(self, jobs: Sequence[CaptureJob], inputs: InputSet) -> str:
-        """Describe an output in memory that the graph does not write: a copy would not alias what eager returns."""
+        """Describe an output in memory that the graph does not write: a copy would not be the alias that eager returns."""
         manager, input_storages = self.manager, inputs.storages
         outputs = manager.table.graphs[jobs[0].key].program.outputs
         foreign = (

@@ -172,7 +172,7 @@ class StepEffects:
 
     @contextlib.contextmanager
     def around_eager(self, *, observed: bool) -> Iterator[None]:
-        """Surround an eager run; `observed` if `note_read` will be called with what it read."""
+        """Surround an eager run; `observed` is True if `note_read` will be called for it."""
         self._passed = self.gradients.passed() if observed else {}
         serving = self._serving() if observed else None
         replicas = replicas_refused(serving) if serving else contextlib.nullcontext()
@@ -322,7 +322,7 @@ class StepModule(FunctionModule):
         step.optimizers.note_code(self._reach.codes, [place.value for place in places])
         states = step.optimizers.look(step.scaler)
         of_optimizers = self._optimizer_reach.find(users_functions(states))
-        # What the step itself reads is in the key of every call, but not what hooks read.
+        # Values that the step itself reads are in the key of every call; values that hooks read are not.
         keyed = *of_optimizers, *states, *(places if hooks else ())
         self.watched.keyed = {(id(place.holder), place.key) for place in keyed}
         objects = (place for place in states if type(place.holder) not in (Entries, Lengths))

@@ -1,4 +1,4 @@
-"""Gradients: the leaves that get them, what a capture of a backward prepares, and where those of a step lie."""
+"""Gradients: the leaves that get gradients, preparations for the capture of a backward, and the memory of gradients."""
 
 from __future__ import annotations
 
@@ -103,8 +103,8 @@ def set_up_backwards(device: GraphDevice) -> None:
 class Gradients:
     """The gradients of some parameters.
 
-    A gradient that a graph makes lies in the graphs' pool: it is handed out after each replay, and the next replay of
-    another graph overwrites it. A gradient that a graph reads at its start, to add to it, lies at a fixed address
+    A gradient that a graph makes is in the graphs' pool: each replay sets it, and the next replay of another graph
+    overwrites it. A gradient that a graph reads at its start, to add to it, is at a fixed address
     outside of the pool, the same for all graphs. If anything else holds the user's own `.grad`, or a view of its
     memory, and the step leaves it in place, that address is used; else memory of ours, to which `.grad` is copied.
 

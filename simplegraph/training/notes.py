@@ -39,7 +39,7 @@ def look_at(outputs: Sequence[Tensor]) -> list[OutputLook]:
 
 
 class Needs(NamedTuple):
-    """The needs of a backward: whether it keeps what it reads (retain_graph), and the dtype of autocast around it."""
+    """The needs of a backward: True if it keeps saved tensors (retain_graph), and the dtype of autocast around it."""
 
     retained: bool = False
     autocast: torch.dtype | None = None
@@ -54,8 +54,8 @@ class BackwardNotes:
         seen: the numbers of outputs that backwards were given gradients of; None before the first backward.
         calls_before: calls after the first one that ran before the first backward.
         twice: True if a backward is to be differentiated itself.
-        needs: the needs of the last backward, and `retained` if any kept what it reads; graphs of backwards differ by
-            these.
+        needs: the needs of the last backward, and `retained` if any backward kept saved tensors; graphs of backwards
+            differ by these.
     """
 
     def __init__(self, device_type: str) -> None:
@@ -89,7 +89,7 @@ class BackwardNotes:
         self.needs = Needs(retained, autocast_dtype(self.device_type) if ANY_AUTOCAST() else None)
 
 
-# True if the running backward keeps what it reads. Private to torch; where it is absent, every backward is assumed to.
+# True if the running backward keeps saved tensors. Private to torch; without it, every backward is assumed to.
 keeps_graph: Callable[[], bool] = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
 # The number of the running backward. Private to torch, too; where it is absent, all backwards look like one.
 _number_of_backward: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lambda: -1)

@@ -280,7 +280,7 @@ def _with_closure(
 
 
 def unsuitable(owner: optim.Optimizer) -> str:
-    """Say why no graph can contain an optimizer's step, and what to do; empty if one can, or if that is not known."""
+    """Say why no graph can contain an optimizer's step, with the remedy; empty if one can, or if that is not known."""
     kind = _named(owner)
     if not kind:
         return ""
@@ -344,7 +344,7 @@ def _prepare(owner: optim.Optimizer) -> None:
         logger.info("simplegraph: %s gets capturable=True, so that its step can be in a graph.", type(owner).__name__)
 
 
-# What a step changes in Python.
+# Changes of Python state by a step.
 
 _SCALER_STATES = "_per_optimizer_states"
 # Attributes that steps change and nothing depends on.

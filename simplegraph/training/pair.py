@@ -100,7 +100,7 @@ class PairPlan(Plan):
         gradients: buffers for the gradients of outputs, by their number; None for an output without one.
         leaves: leaves that get gradients, by number: first arguments, given by their index, then tensors of the module.
         read: tensors of the module that a backward reads.
-        retains: True if a second backward can read what the first one read.
+        retains: True if a second backward is possible: the first one keeps saved tensors.
         constant: numbers of the outputs that have no gradient.
         proven: True if no replay came since the proof.
     """
@@ -251,7 +251,7 @@ class PairReplay:
         """Replay the backward; return the gradients of the leaves, in memory of their own.
 
         Raises:
-            ReplayError: what it reads was overwritten, or it is to be differentiated itself.
+            ReplayError: its saved tensors were overwritten, or it is to be differentiated itself.
         """
         plan, path = self.plan, self.plan.path(grads)
         self.check()

@@ -263,7 +263,7 @@ class Recording:
         backwards: for each backward, the numbers of outputs that it is given gradients of, and of leaves that get some.
         gradients: buffers for the gradients of outputs.
         last: the key of the backward that is captured last.
-        retains: True if the first backward keeps what it reads.
+        retains: True if the first backward keeps saved tensors.
     """
 
     def __init__(
