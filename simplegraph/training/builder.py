@@ -197,7 +197,7 @@ class PairBuilder(GraphBuilder):
         self._read = {key for observer in observation.observers[1:] for key in observer.external}
 
     def _foreign_output(self, jobs: Sequence[CaptureJob], inputs: InputSet) -> str:
-        """Describe an output in memory that the graph does not write: a copy would not be the alias that eager returns."""
+        """Describe an output in memory that the graph does not write: eager returns an alias, a replay only a copy."""
         manager, input_storages = self.manager, inputs.storages
         outputs = manager.table.graphs[jobs[0].key].program.outputs
         foreign = (
