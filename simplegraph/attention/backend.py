@@ -173,7 +173,7 @@ def _run(backend: AttentionBackend, layer: int, q: Tensor, out: Tensor) -> None:
         raise ConfigError(f"{type(backend).__name__}.run returned {type(result).__name__}; it must write into `out`.")
 
 
-# Checks that an installed library has what a backend calls, by the signatures of its functions.
+# Checks that an installed library has the functions that a backend calls, by their signatures.
 
 
 def missing_argument(module: Any, needed: Mapping[str, Iterable[str]]) -> str | None:

@@ -111,7 +111,7 @@ class TwoBatchOverlap(GraphHooks):
             stages: starts the forward of some rows; its layers call `attend` and `recur`.
 
         Returns:
-            What the forwards of the first and the second half return.
+            The results of the first and the second half's forwards.
         """
         serving = self._serving(mode, descriptor)
         for backend, part in serving:
@@ -129,7 +129,7 @@ class TwoBatchOverlap(GraphHooks):
             batch: the manager's answer for the step.
             query_lens: (num_reqs,) integers, tokens of each request in this step, or one number for all.
             seq_lens: (num_reqs,) integers, tokens in each request's KV cache, this step's included.
-            tables: for each of `whole.members`, what its metadata takes: (num_reqs, n) pages, or (num_reqs,) slots
+            tables: for each of `whole.members`, the table of its metadata: (num_reqs, n) pages, or (num_reqs,) slots
                 of states.
 
         Raises:

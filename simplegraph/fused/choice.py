@@ -58,7 +58,7 @@ def chosen_operators(*, triton: bool) -> Operators:
 
 
 def starting_triton(module: nn.Module) -> contextlib.AbstractContextManager[None]:
-    """Start Triton in threads beside what runs in the context, if the module is on a GPU."""
+    """Return a context that starts Triton in threads beside its body, if the module is on a GPU."""
     weight = next(module.parameters(), None)
     on_gpu = weight is not None and weight.device.type == "cuda"
     return triton_starts() if on_gpu else contextlib.nullcontext()
@@ -240,7 +240,7 @@ class _Trial(NamedTuple):
 
     Attributes:
         run: calls it, from operators, a function that makes numbers of a shape, and the sizes; returns its results.
-        kernel: what the trial compiles; "" for a product that cuBLAS ends by itself, in half precision.
+        kernel: the kernel that the trial compiles; "" for a product that cuBLAS ends by itself, in half precision.
         variants: each trial compiles another variant of the kernel; else the sizes are arguments.
         exact: the results must be torch's to the bit.
     """

@@ -1,4 +1,4 @@
-"""Loads what CUDA otherwise loads at its first use, in a thread. Imports torch beside that, and not before."""
+"""Loads CUDA's libraries and kernels in a thread, before their first use. Imports torch meanwhile, and not before."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def preload(
     dtype: torch.dtype | None = None,
     then: Callable[[], object] | None = None,
 ) -> Preload:
-    """Load what CUDA loads at its first use in a thread, while the program imports and reads weights.
+    """Load CUDA's libraries and kernels in a thread, while the program imports modules and reads weights.
 
     Call it first in a program: the device's context is created while this call imports torch. Then come torch's
     allocator, cuBLAS, Triton and the kernels that captures use beside the model, which its first call would otherwise
@@ -166,7 +166,7 @@ class Preload:
         return True
 
     def _load_kernels(self) -> bool:
-        """Run what captures run beside the model: kernels that fill and compare static inputs, and cuBLASLt's."""
+        """Run the kernels of captures beside the model: these fill and compare static inputs, or are cuBLASLt's."""
         import torch
 
         from simplegraph.program.breaks.marks import breaking_operators
@@ -208,7 +208,7 @@ def _load_triton() -> bool:
     """Start Triton's launcher, a module in C that is compiled once on a machine; False if it does not run."""
     import subprocess  # of which torch has brought what is slow to import
 
-    # Not installed, no driver that it takes, no compiler or one that fails: what needs Triton says so, with the reason.
+    # Triton, its driver or a compiler can be missing or fail. Later users of Triton report that, with the reason.
     with contextlib.suppress(ImportError, RuntimeError, OSError, subprocess.SubprocessError):
         return bool(import_triton("runtime.driver").driver.active.get_current_device() >= 0)
     return False
@@ -258,7 +258,7 @@ read_compiler = _Once(_read_compiler)
 
 @contextlib.contextmanager
 def triton_starts() -> Iterator[None]:
-    """Start Triton in two threads beside what runs in this context; both have ended when it ends."""
+    """Start Triton in two threads beside the body of this context; both threads have ended when the context ends."""
     with ThreadPoolExecutor(2, thread_name_prefix="simplegraph-triton") as threads:
         with contextlib.suppress(RuntimeError):  # no thread can be started: Triton does this where it needs it
             for part in (build_driver, read_compiler):

@@ -34,7 +34,7 @@ def _activate(x, kind):  # type: ignore[no-untyped-def]
     return x
 
 
-# What is added and the activation are arguments, so that one variant serves every convolution of a model.
+# The added tensors and the activation are arguments, so that one variant serves every convolution of a model.
 @triton.jit(do_not_specialize=["kind", "scaled", "biased", "added"])  # type: ignore[untyped-decorator]
 def _finish(  # type: ignore[no-untyped-def]
     x_ptr,
@@ -355,7 +355,7 @@ def group_norm(x: Tensor, norm: Grouped) -> Tensor:
     Args:
         x: (images, channels, height, width), contiguous in channels_last, at most `MAX_SIZE` channels a group; float32,
             bfloat16 or float16.
-        norm: what is computed; its tensors have the dtype of `x`, its activation is "silu" or none.
+        norm: the norm; its tensors have the dtype of `x`, its activation is "silu" or none.
 
     Returns:
         As `x`, in channels_last.

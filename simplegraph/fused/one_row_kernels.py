@@ -39,7 +39,7 @@ def _multiply(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Multiply some rows of a weight with a vector, in float32; returns what is stored."""
+    """Multiply some rows of a weight with a vector, in float32; return the results to store."""
     row = index * ROWS + tl.arange(0, ROWS)
     exists = row < outputs
     start = weight_ptr + row.to(tl.int64)[:, None] * weight_row

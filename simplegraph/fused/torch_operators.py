@@ -1,4 +1,4 @@
-"""The fused operators by torch: the reference for the kernels, and what runs where they cannot."""
+"""The fused operators by torch: the reference for the kernels, and their substitute where they cannot run."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class KernelTrial(NamedTuple):
 
 
 class Grouped(NamedTuple):
-    """A group norm of images, what is added before it, and its activation; None for nothing.
+    """A group norm of images, the tensors added before it, and its activation; None for nothing.
 
     Attributes:
         groups: of channels.
@@ -63,7 +63,7 @@ class Grouped(NamedTuple):
 
 
 class Adapted(NamedTuple):
-    """A layer norm whose scale and shift depend on the image, and what is added before it; None for nothing.
+    """A layer norm whose scale and shift depend on the image, and the tensors added before it; None for nothing.
 
     Attributes:
         eps: added to the variance.
@@ -109,7 +109,7 @@ class Operators:
     """Torch's operators. Norms are (..., columns) to the same; weights and biases (columns,).
 
     Attributes:
-        name: of what runs them; triton: True for Triton's kernels.
+        name: of the library that runs them; triton: True for Triton's kernels.
     """
 
     name = "torch"
@@ -147,7 +147,7 @@ class Operators:
 
         Args:
             x: (images, channels, height, width).
-            norm: what is computed.
+            norm: the norm, its sum and its activation.
         """
         x = x if norm.row is None else x + norm.row.view(-1, 1, 1)
         x = x if norm.added is None else x + norm.added[:, :, None, None]
@@ -158,7 +158,7 @@ class Operators:
 
         Args:
             x: (images, tokens, columns).
-            norm: what is computed.
+            norm: the norm and its sum.
 
         Returns:
             The norm, and the sum; `x` in its place without a residual.
@@ -202,7 +202,7 @@ class Operators:
     def linears(
         self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], kind: str = ""
     ) -> list[Tensor]:
-        """Return linear layers of one input; of a gate and what it multiplies also `gated`.
+        """Return the outputs of linear layers of one input; for a gate and the layer that it multiplies also `gated`.
 
         Args:
             x: (..., inputs).

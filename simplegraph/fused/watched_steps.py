@@ -17,13 +17,13 @@ _WATCHERS: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
 def watch_steps(watcher: Any) -> None:
-    """Call a watcher's `note_written` with the storage keys of what steps write, as long as the watcher lives."""
+    """Call a watcher's `note_written` with the storage keys of tensors that steps write, while the watcher lives."""
     _WATCHERS[id(watcher)] = watcher
     weakref.finalize(watcher, register_optimizer_step_post_hook(after_step).remove)
 
 
 def after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
-    """Tell watchers what an optimizer writes; torch calls it after every step."""
+    """Tell watchers which parameters an optimizer writes; torch calls it after every step."""
     tell_written(parameter for group in optimizer.param_groups for parameter in group["params"])
 
 

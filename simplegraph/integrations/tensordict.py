@@ -97,7 +97,7 @@ def _leads_with_batch(context: Any) -> bool:
     return bool(context[1][2])
 
 
-# What returns, or holds, a mode by which modules of the libraries choose what they do.
+# Functions that return a mode, or variables that hold one, by which modules of the libraries choose their work.
 _SETTINGS = (
     ("tensordict.nn.probabilistic", "interaction_type"),
     ("tensordict.nn.utils", "skip_existing"),

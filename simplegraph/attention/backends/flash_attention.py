@@ -52,7 +52,7 @@ class FlashAttentionBackend(AttentionBackend):
             float32 outputs per token, so sizes that fill the device without splitting get a lower bound.
 
     Attributes:
-        support: what this instance's version can do in a full graph.
+        support: the steps that this instance's version can run in a full graph.
         version: of the kernels.
 
     Raises:
@@ -181,7 +181,7 @@ class FlashAttentionBackend(AttentionBackend):
         return result
 
     def _arguments_of_step(self, metadata: CommonMetadata) -> dict[str, Any]:
-        """Compute what all layers of a forward read beside queries and pages."""
+        """Compute the tensors that all layers of a forward read beside queries and pages."""
         if self._kernels.is_plain:
             # The kernels' own tensor is undefined behind the last request, and padding rows must stay finite.
             row = torch.arange(self._rows, device=metadata.seq_lens.device)

@@ -31,7 +31,7 @@ class FlashKernels:
 
     Attributes:
         version: of FlashAttention.
-        support: what they can do in a full graph.
+        support: the steps that they can run in a full graph.
         flag: the attribute by which a module says that it has them; None for modules that have no others.
         needed: functions that are called, and the arguments that they are passed.
         constants: arguments of every call.

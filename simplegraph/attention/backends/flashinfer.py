@@ -33,8 +33,8 @@ _MOST_WORKSPACE_BYTES = 8 << 30
 _BLOCKS_PER_MULTIPROCESSOR = 2  # FlashInfer's scheduler considers the device full with this many
 
 _OLDEST = (0, 5, 3)
-# What compiled planners take after the arguments that all have: nothing up to 0.6.13; later the query length of every
-# request, if they have one; since 0.7.4 also if it never changes. Their signature cannot be read, so it is tried.
+# Last arguments of compiled planners, which depend on the release: none up to 0.6.13; later the query length, if all
+# requests share one; since 0.7.4 also if it never changes. The planners have no readable signature, so each is tried.
 _PLANNERS: tuple[tuple[Any, ...], ...] = ((), (0,), (0, False))
 _WRAPPER = "BatchPrefillWithPagedKVCacheWrapper"
 _METHODS = {
@@ -102,7 +102,7 @@ class FlashInferBackend(AttentionBackend):
         self._most_split_reqs = _BLOCKS_PER_MULTIPROCESSOR * multiprocessors // cache.num_kv_heads
         self._eager = _Planned(copy.copy(self._proto), self)
         self._current: _Planned | None = None
-        # What this release's planner takes at the end; None if it is none of those that are known.
+        # Last arguments of this release's planner, one of `_PLANNERS`; None if its arguments are not known.
         self._planner: tuple[Any, ...] | None = None
         self._tried_planners = False
 
@@ -176,7 +176,7 @@ class FlashInferBackend(AttentionBackend):
 
 
 def check_build(flashinfer: Any) -> None:
-    """Refuse a FlashInfer whose wrapper lacks what the backend calls; before anything is allocated.
+    """Refuse a FlashInfer whose wrapper lacks methods that the backend calls; before anything is allocated.
 
     Raises:
         ConfigError: it is too old.
@@ -315,7 +315,7 @@ class _Planned:
         wrapper._qo_indptr_last = self.num_tokens
 
     def _try_planners(self, num_reqs: int, query: Tensor) -> None:
-        """Find what this release's planner takes, by the plan that FlashInfer's own `plan` has just made."""
+        """Find the last arguments of this release's planner, by the plan that FlashInfer's own `plan` has just made."""
         backend, plan = self._backend, tuple(self.wrapper._plan_info)
         backend._tried_planners = True
         for arguments in _PLANNERS:

@@ -47,7 +47,7 @@ class RecurrentBackend(LayerBackend, abc.ABC):
 
         Args:
             layer: index of the layer.
-            inputs: what the layer gave to `recur`, (T, ...) each: the requests' tokens one after the other, then
+            inputs: the arguments of the layer's `recur`, (T, ...) each: the requests' tokens one after the other, then
                 padding.
             out: (T, ...), written; padding rows stay as they are.
             metadata: the step, padded to T tokens.

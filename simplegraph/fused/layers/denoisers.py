@@ -127,7 +127,7 @@ def _gelu(module: Any, operators: Operators, x: Tensor) -> Tensor:
 
 
 class _SharedValues(threading.local):
-    """The values of this thread's running model, by what they are computed from; None in no model."""
+    """The values of this thread's running model, by the tensor that they are computed from; None outside of a model."""
 
     values: dict[Any, tuple[Any, int | None, Any]] | None = None
 
@@ -149,14 +149,14 @@ def _share(original: Callable[..., Any], operators: Operators, *args: Any, **kwa
 
 
 def shared(layer: nn.Module, source: Any, key: Any, compute: Callable[[], Any]) -> Any:
-    """Return what is computed from a tensor: once in a call of a model, each time outside of one.
+    """Return a value computed from a tensor: computes it once in a call of a model, each time outside of a model.
 
     Args:
-        layer: computes it; repeats that if it is hooked and gets an inference tensor, which does not count a hook's
-            writes.
+        layer: computes the value; does so again if it is hooked and gets an inference tensor, which does not count a
+            hook's writes.
         source: the tensor.
-        key: what else the value depends on.
-        compute: computes it.
+        key: all else that the value depends on.
+        compute: computes the value.
     """
     values = _RUNNING.values
     if values is None:

@@ -109,7 +109,7 @@ def operators_of(
 
 
 def fused_forwards(layers: Mapping[nn.Module, Layer], operators: Operators) -> dict[nn.Module, Callable[..., Any]]:
-    """Make forwards of fused operators for these layers; their classes' own serve what operators do not take."""
+    """Make forwards of fused operators for these layers; calls that operators do not take run the class's forward."""
     return {module: _fused_forward(module, layer, operators) for module, layer in layers.items()}
 
 

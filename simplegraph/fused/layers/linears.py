@@ -43,7 +43,7 @@ _GATES = {
         Gate("gate_up_proj", "", "activation_fn", "down_proj"),
     )
 }
-# What an activation of the user's own may read.
+# Names that an activation of the user's own may read.
 _ACTIVATION_WORDS = frozenset(
     ("erf", "functional", "gelu", "math", "mul", "nn", "pi", "pow", "sigmoid", "silu", "sqrt", "tanh")
 )
@@ -55,7 +55,7 @@ class Activation(NamedTuple):
     Attributes:
         module: the module.
         kind: a name in `ACTIVATIONS`.
-        settings: what the module reads of its attributes, and was proven with.
+        settings: the attributes that the module reads, with the values of its proof.
         several: True if it runs several operators.
     """
 
@@ -71,7 +71,7 @@ class Activation(NamedTuple):
 
 
 def activation_of(module: Any, candidates: Candidates) -> Activation | None:
-    """Return what an activation module computes; None if that is not known, or if it has hooks."""
+    """Recognize an activation module; None if its function is not known, or if it has hooks."""
     if not isinstance(module, nn.Module) or module._modules or module._parameters or module._buffers or hooked(module):
         return None
     if type(module) is nn.SiLU:
@@ -204,7 +204,7 @@ class Together(threading.local):
         layers: of equally many inputs, in the order of their calls.
         input_unchanged: True if the code that calls them is known to write nothing to their input meanwhile. In other
             code, layers of an inference tensor, which counts no writes, are computed one by one.
-        kind: of the activation if the two are a gate and what it multiplies: their product is computed, too.
+        kind: of the activation if the layers are a gate and the layer that it multiplies: the product is computed, too.
     """
 
     def __init__(self, layers: Sequence[nn.Linear], *, input_unchanged: bool = True, kind: str = "") -> None:

@@ -61,7 +61,7 @@ class Norm(NamedTuple):
 
 _OWN = {nn.LayerNorm: Norm("eps", centered=True), nn.RMSNorm: Norm("eps")}
 _RMS_NORMS = tuple(Norm(eps, offset) for eps in ("variance_epsilon", "eps") for offset in (0.0, 1.0))
-# What an RMS norm of the user's own may read: nothing that tells it rows, shapes, devices or training.
+# Names that an RMS norm of the user's own may read: none shows it rows, shapes, devices or training.
 _RMS_WORDS = frozenset(
     (
         *("dtype", "eps", "float", "float32", "functional", "mean", "nn", "pow", "rms_norm", "rsqrt", "sqrt"),
@@ -165,7 +165,7 @@ def _has_one_dimension(module: Any) -> bool:
 
 
 def norm_layer(module: Any, norm: Norm, *, alone: bool) -> Layer:
-    """Return the layer of a norm, which hands out what a sum computed; `alone` if it runs by operators otherwise."""
+    """Return the layer of a norm, which hands out the result of a sum; `alone` if operators run the norm otherwise."""
     kind, trials = ("rms_norm", (norm.trial(module, added=False),)) if alone else ("residual", ())
     run = functools.partial(_normalize, module, norm, alone)
     return Layer(kind, trials, run, settings=dict(norm.settings))

@@ -21,7 +21,7 @@ from simplegraph.base.nested import ATOMS
 _LIBRARIES = frozenset({"transformers", "timm", "torchvision", "diffusers"})
 # Files with decorators that pass calls on: for gradient checkpointing, and to rename an argument of old callers.
 _DECORATORS = ("transformers.modeling_layers", "transformers.utils.deprecation")
-# How the instructions of straight Python begin, in Python 3.10 to 3.14. Others may branch, compare, cut or write.
+# Prefixes of the instructions of straight Python, in Python 3.10 to 3.14. Others may branch, compare, cut or write.
 _STRAIGHT = (
     *("BINARY_", "BUILD_CONST_KEY_MAP", "BUILD_MAP", "BUILD_TUPLE", "CACHE", "CALL", "COPY", "DICT_MERGE", "DUP_TOP"),
     *("EXTENDED_ARG", "KW_NAMES", "LOAD_ATTR", "LOAD_CONST", "LOAD_FAST", "LOAD_GLOBAL", "LOAD_METHOD"),
@@ -126,7 +126,7 @@ def plain_class(module: Any) -> Any:
 
 
 def undecorated(function: Any) -> Any:
-    """Return the function inside transformers' decorators, which call it with what they are passed."""
+    """Return the function inside transformers' decorators, which pass their arguments on."""
     while getattr(function, "__globals__", {}).get("__name__") in _DECORATORS and hasattr(function, "__wrapped__"):
         function = function.__wrapped__
     return function
@@ -141,7 +141,7 @@ def with_names(function: FunctionType, names: Mapping[str, Any]) -> FunctionType
 
 
 class GlobalNames:
-    """The global names of functions, and what they mean.
+    """The global names of functions, and their values.
 
     Args:
         *functions: of Python.

@@ -1,6 +1,6 @@
-"""Proves by examples that a module's own forward computes what fused operators do, before these run in its place.
+"""Proves by examples that a module's own forward and fused operators compute the same, before these replace it.
 
-A candidate is found by what it holds: the names and shapes of its weights and parts. Its forward then runs beside the
+A candidate is found by its contents: the names and shapes of its weights and parts. Its forward then runs beside the
 operators, on the CPU, with other weights and stand-ins for its parts, in each dtype that the operators take. It may run
 smooth operators only, such as products and roots: two compositions of these that agree on numbers of all sizes agree.
 """
@@ -53,12 +53,12 @@ class Candidates:
 
 
 class Candidate(NamedTuple):
-    """A module whose forward may be what operators compute.
+    """A module whose forward may compute the same as fused operators.
 
     Attributes:
         module: the module.
         code: its class's forward, and the functions that this calls.
-        settings: what they read of the module beside weights and parts; what is proven holds for these values only.
+        settings: attributes that `code` reads beside weights and parts; a proof holds for their values only.
     """
 
     module: Any

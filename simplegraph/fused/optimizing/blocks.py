@@ -47,7 +47,7 @@ def _folds(block: nn.Module, *names: str) -> list[Any]:
 
 
 def _convolve(operators: Operators, fold: Any, x: Tensor, kind: str, residual: Tensor | None = None) -> Tensor:
-    """Run a folded convolution, and what follows it."""
+    """Run a folded convolution, and the sum and activation that follow it."""
     layer, weights = fold.layer, fold.weights
     if residual is None and is_pointwise(layer) and kind in PRODUCT_FINISHES:
         return operators.pointwise(x, weights.weight, weights.bias, kind)
@@ -132,7 +132,7 @@ def _inverted(block: Any, operators: Operators, x: Tensor) -> Tensor:
     return _convolve(operators, fold, out, "", x if block.use_res_connect else None)
 
 
-# How each known block runs, the activation of its sum, and the convolutions of its own.
+# For each known block: the function that runs it, the activation of its sum, and its own convolutions.
 _BLOCKS: Mapping[str, tuple[Callable[[Any, Operators, Tensor], Tensor], str | None, Collection[str]]] = {
     "torchvision.models.resnet.BasicBlock": (_residual, "relu", ("conv1", "conv2")),
     "torchvision.models.resnet.Bottleneck": (_residual, "relu", ("conv1", "conv2", "conv3")),
@@ -154,7 +154,7 @@ def find_blocks(root: nn.Module, owners: Mapping[nn.Module, Collection[Any]]) ->
 
 
 def _is_complete(block: Any, folded: Collection[nn.Module]) -> bool:
-    """True if a block has what its class makes; else it would refuse every call."""
+    """True if a block has the parts that its class makes; another block would refuse every call."""
     names = _BLOCKS[class_name(block)][2]
     complete = all(block._modules.get(name) in folded for name in names)
     return complete and (not names or activation(block._modules.get("relu")) == "relu")

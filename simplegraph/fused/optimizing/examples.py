@@ -49,7 +49,7 @@ class Examples:
         return self._run(self._module, torch.Tensor.clone)
 
     def reference(self) -> list[Tensor]:
-        """Return what a copy of the module returns in float64.
+        """Run a copy of the module in float64; return its outputs.
 
         Raises:
             VerificationError: the module cannot be copied, or does not run in float64.
@@ -86,16 +86,17 @@ def numbers(result: Any) -> list[Tensor]:
 def compare(
     reference: Sequence[Tensor], before: Sequence[Tensor], after: Sequence[Tensor], *others: Sequence[Tensor]
 ) -> tuple[float, float]:
-    """Return the errors of the module as it was and of the optimized one: root mean squares, relative to the answer's.
+    """Return the errors of the unchanged and the optimized module: root mean squares, relative to the reference's.
 
     Args:
-        reference: what the module returns in float64.
-        before: what it returned as it was.
-        after: what the optimized one returns.
-        others: what the unchanged module returns by other kernels of torch, whose error counts as its own.
+        reference: the module's outputs in float64.
+        before: the outputs of the unchanged module.
+        after: the outputs of the optimized module.
+        others: outputs of the unchanged module by other kernels of torch, whose errors count as its own.
 
     Raises:
-        VerificationError: the optimized one's is above 1.5 times its own, and above two steps of the outputs' dtype.
+        VerificationError: the optimized module's error is above 1.5 times the unchanged module's, and above two steps
+            of the outputs' dtype.
     """
     runs = (before, after, *others)
     if any([out.shape for out in reference] != [out.shape for out in run] for run in runs):
@@ -134,7 +135,7 @@ class _Uses(OperatorMode):
         self.used: set[nn.Module] = set()
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Note what an operator reads, and run it."""
+        """Note the tensors that an operator reads, and run it."""
         for leaf in flatten((args, kwargs))[0]:
             if isinstance(leaf, Tensor) and leaf.layout is torch.strided:
                 layer, _ = self.made.get(storage_key(leaf), (None, None))

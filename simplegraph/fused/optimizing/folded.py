@@ -44,8 +44,8 @@ class Weights(NamedTuple):
 
     Attributes:
         weight: of the layer and the norm, in the layer's dtype; bias: as `weight`. None if the layer has its own.
-        factor: (outputs,), multiplies what the layer's own weight gives, without a bias; shift: as `factor`, is added
-            then. In float32, or the layer's dtype if that is wider.
+        factor: (outputs,), multiplies the result of the layer's own weight, without a bias; shift: as `factor`, is
+            added then. In float32, or the layer's dtype if that is wider.
     """
 
     weight: Tensor | None
@@ -131,7 +131,7 @@ class Fold:
         return [_Source(tensor) for tensor in watched(self.layer, self.norm)], self.norm.eps
 
     def note(self, seen: tuple[list[_Source], float] | None) -> None:
-        """Remember what was folded: what `look` returned."""
+        """Remember the state of the folded tensors, as `look` returned it."""
         self._before, self._eps = ([], None) if seen is None else seen
 
     def compute(self) -> Weights:
@@ -214,7 +214,7 @@ class FoldedMemory(LeftOut, dict[str, Tensor]):
             self._seen = -1
 
     def refresh(self, *, everything: bool = False) -> None:
-        """Fold again what changed, or everything; does nothing in a capture, which would record it."""
+        """Fold the changed weights again, or all; does nothing in a capture, which would record it."""
         with self._lock:
             stale = [fold for fold in self._folds if everything or fold.is_stale()]
             if stale and not _is_capturing(self._folds):
@@ -257,7 +257,7 @@ def _is_capturing(folds: Sequence[Fold]) -> bool:
 
 
 def observed() -> bool:
-    """True if something observes or changes what runs inside a forward, which then runs its original code."""
+    """True if a mode, transform or hook observes or changes operators; forwards then run their original code."""
     changes = transform_level() is not None or forward_ad._current_level >= 0
     looks = is_compiling() or torch.jit.is_tracing() or GLOBAL_HOOKS or GLOBAL_PRE_HOOKS  # type: ignore[attr-defined,no-untyped-call]
     return bool(changes or looks)

@@ -49,7 +49,7 @@ _UNKNOWN_FORMAT = "classes that are not known to take any format; pass example_i
 
 
 class Optimization(LeftOut):
-    """Handle of a module that `optimize` rewrote: lists what was done, and `remove` undoes it.
+    """Handle of a module that `optimize` rewrote: lists the changes, and `remove` undoes them.
 
     As a context manager it calls `remove` at the end. It can be dropped: the module stays as it is, and keeps it among
     its attributes, for reports; copies and pickles of the module have none.
@@ -289,7 +289,7 @@ def _apply(module: nn.Module, pairs: Sequence[Pair], skip: Collection[str], *, a
 
 
 def _operators(module: nn.Module, layers: dict[nn.Module, Layer], trials: Sequence[KernelTrial]) -> Operators:
-    """Return the operators for the module's device and dtype, after the trials of what it will run."""
+    """Return the operators for the module's device and dtype, after the trials of the operators that it will run."""
     weight = next((parameter for parameter in module.parameters() if parameter.is_floating_point()), None)
     if weight is None or not (layers or trials):
         return Operators()
@@ -318,10 +318,10 @@ def _restore(module: nn.Module) -> None:
 
 
 def _restore_all(module: nn.Module) -> None:
-    """Undo what was done to the module, and to modules in it.
+    """Undo all changes of the module, and of modules in it.
 
     Raises:
-        ConfigError: it is part of a module that was optimized as a whole.
+        ConfigError: the module is part of a module that was optimized as a whole.
     """
     optimized = [child for child in module.modules() if vars(child).get(OPTIMIZED) is not None]
     for child in optimized:

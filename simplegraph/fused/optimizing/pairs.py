@@ -207,5 +207,5 @@ def _odd(tensor: Tensor) -> str:
         return f"a weight is of {tensor.dtype}"
     if tensor.layout is not torch.strided or tensor.is_meta:
         return "a weight has no memory of its own"
-    # A write to one leaves no trace, so what is folded could become old.
+    # A write to one leaves no trace, so the folded weights could become old.
     return "a weight was made in inference_mode" if tensor.is_inference() else ""

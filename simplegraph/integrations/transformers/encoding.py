@@ -84,13 +84,13 @@ class GraphedEncoder(GraphedModel):
         The first call of each batch size is still a proof, which runs eagerly, and so is the first of each length.
 
         Args:
-            sizes: batch sizes, in place of those that `graph_encoder` was given; what was captured before is dropped.
+            sizes: batch sizes, in place of the sizes of `graph_encoder`; earlier captures are dropped.
             lengths: lengths in tokens, likewise.
             inputs: names of the tensors that later calls pass, of `input_ids`, `attention_mask` and `token_type_ids`;
                 None takes the last of them if the model tells segments apart.
 
         Returns:
-            What was captured, and how long it took.
+            The captures, and the time that they took.
 
         Raises:
             ConfigError: a size or length is no whole number of at least 1.
@@ -107,7 +107,7 @@ class GraphedEncoder(GraphedModel):
         summaries = {}
         with torch.no_grad():
             self._check_state()
-            for length in (self._lengths[-1], self._lengths[-1] - 1):  # to learn when a mask matters, and what is cut
+            for length in (self._lengths[-1], self._lengths[-1] - 1):  # to learn when a mask matters, and the cuts
                 self._learn(self._example(length, inputs))
             for length in reversed(self._lengths):
                 example = self._example(length, {*inputs, "attention_mask"})
@@ -328,11 +328,11 @@ def _pad_inputs(inputs: dict[str, Tensor], rows: int, length: int, padded: int, 
     """Pad inputs (rows, length, ...) on the right, and add a mask of the real tokens if none is given.
 
     Args:
-        inputs: by name.
-        rows: their rows.
-        length: in tokens.
+        inputs: the tensors, by name.
+        rows: rows of the inputs.
+        length: length of the inputs in tokens.
         padded: the length to pad to; nothing is done if it is the same.
-        pad_token: what `input_ids` are padded with; other inputs get zeros.
+        pad_token: fills the padding of `input_ids`; other inputs get zeros.
     """
     if padded == length:
         return inputs
@@ -352,7 +352,7 @@ class LengthRule(NamedTuple):
 
     Attributes:
         grown: the dimensions that grow with the length, by output.
-        refusal: what else padding changes, if anything: such calls cannot be padded.
+        refusal: a change by padding that no cut undoes, so that such calls cannot be padded; None if there is none.
     """
 
     grown: Sequence[tuple[int, int]] = ()
@@ -374,7 +374,7 @@ class PaddedTokens(NamedTuple):
         padded: the length that it is padded to.
         key: tells such calls from others, whatever their sizes; None if nothing of it is padded or left out.
         unmasked: True if its mask, which hides nothing, is left out.
-        visible: (rows, length), the caller's mask; what it hides affects only the length.
+        visible: (rows, length), the caller's mask; the tokens that it hides affect only the length.
     """
 
     inputs: dict[str, Any]
@@ -412,7 +412,7 @@ class PaddedTokens(NamedTuple):
 
 
 def _without_hidden(visible: Tensor | None, leaves: Sequence[Any], grown: Sequence[tuple[int, int]]) -> list[Any]:
-    """Zero what outputs hold for tokens that the mask hides, in all dimensions that follow the length."""
+    """Zero the values of outputs for tokens that the mask hides, in all dimensions that follow the length."""
     leaves = list(leaves)
     if visible is None:
         return leaves

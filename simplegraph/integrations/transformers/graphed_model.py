@@ -120,10 +120,10 @@ def named(kind: Any, name: str) -> Any:
 
 
 def check_counts(name: str, values: Sequence[int]) -> None:
-    """Refuse what is no list of sizes or lengths.
+    """Raise an error unless a setting is a list of sizes or lengths.
 
     Raises:
-        ConfigError: it is empty, or an entry is no whole number of at least 1.
+        ConfigError: the list is empty, or an entry is no whole number of at least 1.
     """
     if not values or not all(isinstance(value, int) and value > 0 for value in values):
         raise ConfigError(f"{name} is {values!r}; expected whole numbers of at least 1, such as [64, 128, 256].")

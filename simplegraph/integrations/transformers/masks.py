@@ -39,10 +39,10 @@ from simplegraph.program.breaks.marks import ACTIVE
 # Functions of transformers that ask about a tensor, and read it if the answer is no.
 _DECIDING = ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa", "find_packed_sequence_indices")
 
-# Of `KnownValues`: reads of a value, and operators whose results are known if their arguments are.
+# For `KnownValues`: operators that read a value, and operators whose results are known if their arguments are.
 _READS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default, torch.ops.aten.item.default}
 _FILLED = {"ones_like": 1, "new_ones": 1, "zeros_like": 0, "new_zeros": 0}  # of any tensor's shape
-# Of integers these are exact, on every device.
+# Operators that are exact for integers, on every device.
 _ARITHMETIC = {"arange", "add", "sub", "rsub", "mul", "neg", "cumsum", "sum"}
 _EXACT = {
     *("ones", "zeros", "full", "scalar_tensor", "eq", "ne", "lt", "le", "gt", "ge", "all", "any", "cat", "stack"),
@@ -54,7 +54,7 @@ _MOST_ELEMENTS = 1 << 16
 
 
 class _ThreadAnswers(threading.local):
-    values: KnownValues | None = None  # answers are those of a capture
+    values: KnownValues | None = None  # set in a capture, whose known values answer the questions
     asked = 0  # questions about a tensor
     decisions = 0  # functions that asked some
     decisions_left = 0  # functions that decide on a mask and are still to come, in a run whose values are followed
@@ -170,11 +170,12 @@ _REPLACED = {
 
 
 class KnownValues(OperatorMode):  # type: ignore[no-untyped-call]
-    """Computes on the CPU what a run derives from Python numbers alone, and serves reads of it.
+    """Computes on the CPU the tensors that a run derives from Python numbers alone, and serves reads of these tensors.
 
-    In a capture tensors have no values yet, but these do: they depend on the shapes of the run, as its Python does, and
-    on nothing that a replay may change. Results of eager breaks may change at every replay, and are not known. A tensor
-    that is written to is no longer known; writes that torch shows to no mode, such as a Triton kernel's, are not seen.
+    In a capture most tensors have no values yet. These tensors do: they depend on the shapes of the run, as its Python
+    does, and on nothing that a replay may change. Results of eager breaks may change at every replay, and are not
+    known. A tensor that is written to is no longer known; writes that torch shows to no mode, such as a Triton
+    kernel's, are not seen.
     """
 
     def __init__(self) -> None:
@@ -230,7 +231,7 @@ class KnownValues(OperatorMode):  # type: ignore[no-untyped-call]
         return values.get(_place(tensor))
 
     def _forget(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]) -> None:
-        """Forget what an operator writes to, or may, if it is not torch's own."""
+        """Forget the tensors that an operator writes to: all its tensors, unless the operator is torch's own."""
         is_torchs = func.namespace in ("aten", "prims", "prim")
         for tensor in strided_tensors(tuple(written_args(func, args, kwargs))) if is_torchs else tensors:
             self._by_storage.pop(storage_key(tensor), None)

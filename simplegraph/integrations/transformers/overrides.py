@@ -1,6 +1,6 @@
 """Overrides and restores methods of a model, forwards of modules, and a registered attention function.
 
-What transformers asks about tensors while a mask is made is answered by `masks`.
+`masks` answers the questions that transformers asks about tensors while it makes a mask.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ class StepInputs(NamedTuple):
         return self._replace(tokens=self.tokens | positions | {ids_name: ids})
 
     def unlike_next(self, earlier: StepInputs, ids_name: str) -> str:
-        """Name an argument that differs from what `later` derives from `earlier`; "" if none does. Waits for the GPU.
+        """Name an argument that differs from the result of `earlier.later`; "" if none does. Waits for the GPU.
 
         Args:
             earlier: arguments of the step before.
@@ -172,7 +172,7 @@ class FixedCacheDecoder:
         return store, source
 
     def load_masks(self, kwargs: Mapping[str, Any], rows: int, length: int) -> None:
-        """Copy the masks of the next step, which has `length` tokens before it; a new store has those of `load`.
+        """Copy the masks of the next step, which has `length` tokens before it; `load` does it for a new store.
 
         Raises:
             CannotBind: one is of another kind.

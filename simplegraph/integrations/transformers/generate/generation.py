@@ -108,7 +108,7 @@ class GraphedGeneration(GraphedModel):
         self._prompts.reset()
 
     def report(self) -> GraphReport:
-        """Report captures, replays, what ran eagerly and why, and the layers that run on fused operators in steps."""
+        """Report captures, replays, eager runs with reasons, and the layers that run on fused operators in steps."""
         step = self._step
         lines = [listed(kind, names) for kind, names in names_by_kind(self.model, step.fused_layers()).items()]
         lines += [f"fused operators by {step.operators.name}"] if lines and step.store is not None else []
@@ -120,17 +120,17 @@ class GraphedGeneration(GraphedModel):
     ) -> CaptureSummary:
         """Capture all batch sizes and lengths now, so that no later generation waits for a capture.
 
-        Short generations from made-up prompts are run for it. The first steps of each batch size are still proofs,
+        Runs short generations from made-up prompts. The first steps of each batch size are still proofs,
         which run eagerly, and prefills are captured as they come.
 
         Args:
-            sizes: batch sizes, in place of the earlier ones; what was captured before is dropped.
+            sizes: batch sizes, in place of the earlier ones; earlier captures are dropped.
             lengths: tokens of the sequences that will be decoded, the shortest prompt and the longest sequence among
                 them; None for all up to `max_length`.
             **settings: arguments of `generate` as later calls have them, such as `do_sample`.
 
         Returns:
-            What was captured, and how long it took.
+            The captures, and the time that they took.
 
         Raises:
             ConfigError: the model does not generate from tokens alone, or a size or length is invalid.
@@ -255,9 +255,9 @@ class GraphedGeneration(GraphedModel):
     def _serving(
         self, kwargs: Mapping[str, Any], *, beams: bool = False
     ) -> AbstractContextManager[ServedGeneration | None]:
-        """Return a context in which graphs run the model's steps, with what serves them; None if that is not possible.
+        """Return a context in which graphs run the model's steps; None if that is not possible.
 
-        No other generation is served in it.
+        The context returns a `ServedGeneration`, or None. No other generation is served meanwhile.
         """
         self._call.decoded = True
         config = kwargs.get("generation_config")
@@ -271,7 +271,7 @@ class GraphedGeneration(GraphedModel):
         except CannotBind as error:
             self.stats.ran_eagerly(error.reason, error.detail)
             return contextlib.nullcontext()
-        # The user can see the cache if it was passed, by hooks during the generation, or in what it returns.
+        # The user can see the cache if it was passed, by hooks during the generation, or in its result.
         kept = any(
             (
                 getattr(self._call, "cache_is_kept", True),

@@ -55,7 +55,7 @@ class ServedGeneration:
     """Serves the steps of one generation, between its prefill and its end.
 
     During the generation its own cache stays as the prefill left it, except that its first layer shows the current
-    length. `close` fills it with the decoded tokens, so that the user finds in it what eager would have left.
+    length. `close` fills it with the decoded tokens, as an eager generation leaves it.
 
     Args:
         decoder: the decoder, which serves no other generation meanwhile.
@@ -64,7 +64,7 @@ class ServedGeneration:
         cache: the generation's own.
         kept: True if the user can see the cache, during or after the generation.
         beams: True if rows are beams, whose order changes between steps.
-        edits: True if the masks of a step may be other than those of the step before, and one more visible token.
+        edits: True if the masks of a step may differ from the masks of the step before by more than one visible token.
 
     Attributes:
         lock, kept, edits: as above.
@@ -325,7 +325,7 @@ def _inputs(kwargs: Mapping[str, Any], rows: int, given: Mapping[str, Any]) -> S
         elif value.dim() == 2 and value.shape[1] == 1:
             inputs.tokens[name] = value if value.shape[0] == rows else value.expand(rows, 1)  # the same for all rows
         elif name in TOKEN_TYPES and value.dim() == 2 and value.shape[0] == rows:
-            inputs.tokens[name] = value[:, -1:]  # older releases pass those of all tokens
+            inputs.tokens[name] = value[:, -1:]  # older releases pass the positions of all tokens
         elif name in ROW_INPUTS and value.dim() == 3 and value.shape[2] == 1:
             inputs.tokens[name] = value.expand(-1, rows, 1).transpose(0, 1)
         elif name not in ROW_INPUTS and value.dim() and value.shape[0] == rows and given.get(name) == value.shape:

@@ -1,11 +1,11 @@
-"""Checks that replace the one which `generate`'s loop calls after each token: a late one, and one that makes the rest.
+"""Replaces the check that `generate`'s loop makes after each token: by a late check, or by one that makes all tokens.
 
 After every token `generate` reads back if any sequence is unfinished, and the GPU is then idle until Python has
 prepared the next step. transformers has a check that lags one step behind and undoes the extra step, but uses it on one
 kind of device only. Generations through graphs use such a check, too, where that cannot be observed.
 
-Where several tokens are made at once, the loop is told to stop as soon as the rest can be generated here by launches,
-and is handed the rest instead of having steps undone.
+Where several tokens are made at once, the check stops the loop as soon as launches can generate the remaining tokens.
+The loop then gets these tokens where it would undo its extra step.
 """
 
 from __future__ import annotations
@@ -140,17 +140,17 @@ def is_known_loop(sample: functools.partial[Any]) -> bool:
 
 
 class LaunchedGeneration:
-    """Replaces the check of `_sample`'s loop, and generates what is left once the loop has taken its first steps.
+    """Replaces the check of `_sample`'s loop, and generates the remaining tokens after the loop's first steps.
 
     Args:
         served: serves the generation's steps.
-        steps: of a launch.
+        steps: number of steps of a launch.
         ids: (rows, tokens) int64, the prompts.
         kwargs: keyword arguments of `_sample`.
 
     Attributes:
         max_length: length in tokens at which all rows are finished.
-        launch: takes several steps, with all processors.
+        launch: takes several steps, with all logits processors.
         refused: why the loop takes all steps, if it was found in the loop.
 
     Raises:
@@ -173,7 +173,7 @@ class LaunchedGeneration:
         self.refused: CannotBind | None = None
         self._ignored = ignored_tokens(self._processors, ids.shape[1])
         self._first = [ids]  # the prompts, and the loop's own tokens
-        self._tokens: list[Tensor] = []  # what the loop is handed at its end
+        self._tokens: list[Tensor] = []  # for `_append`
 
     def run(self, sample: functools.partial[Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run a bound `_sample` with this check; returns its result."""
@@ -185,7 +185,7 @@ class LaunchedGeneration:
         function: Any = sample.func
         return with_names(function, names)(*sample.args, *args, **kwargs)
 
-    # What the loop calls.
+    # Calls of the loop.
 
     def __call__(self, unfinished: Tensor, tokens: Tensor, length: int) -> bool:
         """True if the loop is to stop: all rows are finished, or the rest of the tokens has been generated.
@@ -193,7 +193,7 @@ class LaunchedGeneration:
         Args:
             unfinished: (rows,) int64, 1 for rows that have not ended.
             tokens: (rows,) int64, the latest ones.
-            length: tokens of the sequences, those included.
+            length: tokens of the sequences, the latest ones included.
         """
         self._show(tokens)
         if length >= self.max_length or self._is_over(unfinished):
@@ -210,10 +210,10 @@ class LaunchedGeneration:
         return len(self._tokens)
 
     def _append(self, _: int, ids: Tensor, *others: Any) -> tuple[Any, ...]:
-        """Add what was generated here to the loop's sequences."""
+        """Add the tokens of the launches to the loop's sequences."""
         return torch.cat([ids, *self._tokens], dim=-1), *others
 
-    # Generating what is left.
+    # Generating the remaining tokens.
 
     def _may_go_on(self, steps: int) -> bool:
         if self.refused is not None:

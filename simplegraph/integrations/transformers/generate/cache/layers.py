@@ -14,7 +14,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidi
 
 from simplegraph.base.reasons import CannotBind, Reason
 
-# Layers of keys and values, and those that have states beside them; older releases lack the latter.
+# Layers of keys and values, and layers that also have states; older releases lack the latter.
 PLAIN: tuple[Any, ...] = (DynamicLayer, DynamicSlidingWindowLayer)
 _HYBRIDS = ("LinearAttentionAndFullAttentionLayer", "LinearAttentionAndSlidingWindowAttentionLayer")
 _KEYED = (*PLAIN, *(getattr(cache_utils, name) for name in _HYBRIDS if hasattr(cache_utils, name)))
@@ -36,7 +36,7 @@ class LayerLayout:
             used, whose shape is (heads, None, elements), and whose dtypes differ under autocast; then its states.
         window: tokens that the layer's attention reaches back; None if that is unlimited.
         settings: all other attributes of a layer that can have states, as text, which is safe to compare.
-        attributes: those attributes, without the tensors.
+        attributes: the attributes that `settings` shows as text, without the tensors.
     """
 
     kind: type
@@ -105,7 +105,7 @@ def cached_length(cache: Any) -> int:
 
 
 def _own_attributes(layer: Any) -> dict[str, Any]:
-    """Return a layer's attributes without those that a `FixedLayer` has in its place."""
+    """Return a layer's attributes, without the attributes that a `FixedLayer` has of its own."""
     taken = () if _has_states_only(layer) else _NO_STATES
     return {name: value for name, value in vars(layer).items() if name not in taken}
 
@@ -181,15 +181,16 @@ class CacheLayout:
 class FixedLayer(CacheLayerMixin):  # type: ignore[misc]
     """A layer of a cache of fixed length, whose write position and current length are known only on the device.
 
-    Layers with a window keep every position as well: the mask hides those out of reach, so that no step needs to
-    know the current length in Python. `CacheStore.show_token` does it for models that rely on their cache to drop them.
+    Layers with a window keep every position as well: the mask hides positions out of reach, so that no step needs
+    to know the current length in Python. For models that rely on their cache to drop these positions,
+    `CacheStore.show_token` hides them.
 
     Args:
         keys, values: (rows, heads, length, elements), or None for an unused layer.
         position: (1,) int64, the position of the next token.
         triton: True if a Triton kernel may write to the layer.
         seen: the result of `get_seq_length`: a zero-dimensional tensor on the device, or a number.
-        is_sliding: True if the layer's masks are those of a window.
+        is_sliding: True if the layer has a window, and masks to match.
     """
 
     is_compileable = True
@@ -216,7 +217,7 @@ class FixedLayer(CacheLayerMixin):  # type: ignore[misc]
         """Do nothing: the memory is already allocated."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write one token's keys and values, in the cache's dtype, and return those of all positions."""
+        """Write one token's keys and values, in the cache's dtype; return the keys and values of all positions."""
         if self._triton and self._are_written_together(key_states, value_states):
             self._write_together(key_states, value_states)
         else:

@@ -1,8 +1,8 @@
 """Holds the keys, values and states that captured decode steps read, in one allocation for all batch sizes and lengths.
 
-A captured step reads fixed addresses, so its cache must not move. There is one for the largest batch and the
-longest sequence; a step of fewer rows or tokens reads its first rows and positions. Padding rows hold what an
-earlier batch left there, which is harmless, since rows do not see each other.
+A captured step reads fixed addresses, so its cache must not move. One cache serves the largest batch and the
+longest sequence; a step of fewer rows or tokens reads its first rows and positions. Padding rows hold the tokens
+of an earlier batch, which is harmless, since rows do not see each other.
 """
 
 from __future__ import annotations
@@ -115,8 +115,8 @@ class CacheStore:
     def show_token(self, mask: Tensor) -> Tensor:
         """Write the token at `position` to a mask (rows, span); return the tokens that a step there sees.
 
-        They are those of the mask, without tokens that have left the window if all layers have one window: the model's
-        own cache drops their keys, and some models rely on that.
+        The step sees the tokens of the mask. If all layers have one window, tokens that have left the window are hidden
+        as well: the model's own cache drops their keys, and some models rely on that.
         """
         mask.index_copy_(1, self.position, self._present[: mask.shape[0]])
         return mask if self._left_at is None else mask * (self._left_at[: mask.shape[1]] > self.position)
@@ -218,7 +218,7 @@ class CacheStore:
     def show_length(self, cache: Any, rows: int, length: int) -> Any:
         """Make the first layer show the length, which models read between steps; returns its `shown` tensor."""
         if self._first_keys is not None:
-            # Values stay those of the prefill until `hand_back`: models never read their length, and a view takes time.
+            # Values keep the prefill's length until `hand_back`: models never read their length, and a view takes time.
             cache.layers[self.first].keys = self._first_keys[:rows].narrow(2, 0, length)
         elif self.first is not None:
             cache.layers[self.first].cumulative_length = length
