@@ -189,8 +189,8 @@ class CudaGraphConfig:
             raise ConfigError("length_dims pads lengths, and with exact_shapes (as in train_step) nothing is padded.")
         sizes = self.decode_capture_sizes or ()
         for odd in (size for size in sizes if size % self.uniform_query_len):
-            told = f"decode_capture_sizes has {odd}; expected multiples of"
-            raise ConfigError(f"{told} uniform_query_len={self.uniform_query_len}.")
+            problem = f"decode_capture_sizes has {odd}; expected multiples of"
+            raise ConfigError(f"{problem} uniform_query_len={self.uniform_query_len}.")
         largest = {
             "the largest of decode_capture_sizes": max(sizes, default=0),
             "uniform_query_len": self.uniform_query_len,

@@ -427,8 +427,8 @@ def capture_error(error: Exception, label: str, *, trains: bool = False) -> Capt
             break
     location = users_line(lines)
     where = f" at {location}" if location else ""
-    told = () if cause.startswith(_SWALLOWED) else lines
-    part, advice = failing_part(_before_backward(told)), remedy_in_reach(remedy, told, trains=trains)
+    shown = () if cause.startswith(_SWALLOWED) else lines
+    part, advice = failing_part(_before_backward(shown)), remedy_in_reach(remedy, shown, trains=trains)
     message = f"capturing {label} failed{where}\n  {cause}\n  {advice}"
     return CaptureError(message, location=location, cause=cause, part="" if part is None else part.whole_pattern)
 

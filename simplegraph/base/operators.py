@@ -36,8 +36,8 @@ class OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     need; it refuses higher-order operators; and it runs compiled functions uncompiled. In this mode all of them run as
     usual, with two exceptions: operators that ask torch if a mode is active, as torch.linalg.eigvalsh and svdvals do
     under no_grad; and torch.pinverse under a CPU's autocast, which a mode sees as torch.linalg.pinv, without autocast.
-    Dynamo ignores this mode. It is not loaded for this: torch would load it at the first operator of every mode, which
-    takes seconds.
+    Dynamo ignores this mode, and is not loaded for it: torch would load Dynamo at the first operator of every mode,
+    which takes seconds.
     """
 
     supports_higher_order_operators = True

@@ -155,19 +155,19 @@ def layout_of(tensor: Tensor, batch_dim: int | None = None) -> Layout:
         last = Layout((0, *natural[2:], 1))
         if strides == last.strides(shape):
             return last
-    told = [dim for dim in natural if shape[dim] > 1 or dim == batch_dim]
+    ordered = [dim for dim in natural if shape[dim] > 1 or dim == batch_dim]
     # Results of torch's operators are dense and in the same order.
     dense = torch.empty_like(tensor, device="meta").stride()
-    order = sorted(told, key=lambda dim: (-(dense if shape[dim] > 1 else strides)[dim], shape[dim] == 1, dim))
+    order = sorted(ordered, key=lambda dim: (-(dense if shape[dim] > 1 else strides)[dim], shape[dim] == 1, dim))
     gaps, expected = [], 1
     for dim in reversed(order):
         if strides[dim] != expected:
             gaps.append(dim)
         expected = strides[dim] * shape[dim]
     for dim in natural:  # dimensions of size 1 keep their places
-        if dim not in told:
+        if dim not in ordered:
             order.insert(dim, dim)
-    return Layout(tuple(order), tuple(sorted(gaps)), tuple(dim for dim in told if not strides[dim]))
+    return Layout(tuple(order), tuple(sorted(gaps)), tuple(dim for dim in ordered if not strides[dim]))
 
 
 def has_address(tensor: Tensor) -> bool:

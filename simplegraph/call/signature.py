@@ -493,9 +493,9 @@ def differences(before: Signature, after: Signature) -> list[str]:
     kinds = ("autocast", "state", "settings", "default devices", "gradients", "Python values")
     for kind, one, other in zip(kinds, before.context, after.context, strict=True):
         if one != other:
-            telling = isinstance(one, (TorchSettings, PlainValues))
-            told = one.difference(other) if telling else f"{one} became {other}"
-            differing.append(f"{kind}: {told}")
+            compares = isinstance(one, (TorchSettings, PlainValues))
+            difference = one.difference(other) if compares else f"{one} became {other}"
+            differing.append(f"{kind}: {difference}")
     return differing or ["arguments that look alike, by address or rule of padding"]
 
 

@@ -215,9 +215,9 @@ class CudaGraphs:
     def _under_capture(self) -> int:
         """Return the driver's handle of the graph into which the current stream is captured; 0 if there is none."""
         status, number, graph = ctypes.c_int(), ctypes.c_uint64(), ctypes.c_void_p()
-        told = ctypes.byref(status), ctypes.byref(number), ctypes.byref(graph)
+        outputs = ctypes.byref(status), ctypes.byref(number), ctypes.byref(graph)
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-        failed = self._driver.cuStreamGetCaptureInfo_v2(stream, *told, None, None)
+        failed = self._driver.cuStreamGetCaptureInfo_v2(stream, *outputs, None, None)
         return 0 if failed else graph.value or 0
 
     def _read(self, handle: int) -> CaptureReading:
@@ -318,9 +318,9 @@ class _ShapedReader(NodeReader):
         return [Node(*named.get(at, ("event", "")), *by_node.get(at, nothing)) for at in range(self.nodes)]
 
 
-def _pieces(function: KernelFunction, told: bytes | None, *, packed: bool) -> Sequence[Piece]:
+def _pieces(function: KernelFunction, buffer: bytes | None, *, packed: bool) -> Sequence[Piece]:
     """Return where the parameters of a launch are, by the list of their addresses or the description of one buffer."""
-    words = struct.unpack(f"<{len(told or b'') // 8}Q", told or b"")
+    words = struct.unpack(f"<{len(buffer or b'') // 8}Q", buffer or b"")
     if packed:  # pairs: CU_LAUNCH_PARAM_BUFFER_POINTER is 1
         start = dict(zip(words[::2], words[1::2], strict=True)).get(1)
         return [(start, function.size)] if start else ()

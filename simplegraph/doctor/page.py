@@ -14,7 +14,7 @@ import torch
 from simplegraph.base.reasons import Reason, explain_command
 from simplegraph.base.version import VERSION
 from simplegraph.batch.planner import plan_sizes
-from simplegraph.manager.stats import GraphCounters, GraphReport, GraphStats, counted, merged_failures, told_apart
+from simplegraph.manager.stats import GraphCounters, GraphReport, GraphStats, counted, inputs_column, merged_failures
 
 _MOST_ROWS = 40  # of a table of batch sizes
 _MOST_STEPS = 3  # graphs whose steps are shown
@@ -124,7 +124,7 @@ def _sizes(graphs: Sequence[GraphCounters], stats: GraphStats) -> Iterator[str]:
         yield paragraph("Nothing is captured.")
         return
     most, memory = max(graph.replays for graph in graphs), max(graph.bytes for graph in graphs)
-    inputs, *told = told_apart(graphs)  # none if they do not differ
+    inputs, *differing = inputs_column(graphs)  # none if they do not differ
     rows = [
         (
             graph.mode if stats.exact else f"{graph.mode} {graph.size}",
@@ -135,7 +135,7 @@ def _sizes(graphs: Sequence[GraphCounters], stats: GraphStats) -> Iterator[str]:
             Bar(_ratio(graph.bytes, memory)),
             Measure(f"{graph.seconds * 1e3:.1f} ms"),
             graph.proof or "no",
-            *[told[at]] * bool(inputs),
+            *[differing[at]] * bool(inputs),
         )
         for at, graph in enumerate(graphs)
     ]

@@ -400,7 +400,7 @@ class GraphReport:
         if stats.exact:
             kept = [name not in _OF_SIZES for name in _COLUMNS]
             rows = [tuple(itertools.compress(row, kept)) for row in rows]
-        lines += _table(rows, told_apart(graphs)) if graphs else []
+        lines += _table(rows, inputs_column(graphs)) if graphs else []
         lines += [_shares(graph, stats) for graph in graphs if graph.breaks]
         lines += self.touched
         costly, normal = stats.eager_by_cost()
@@ -485,12 +485,12 @@ def _mib(count: int) -> str:
     return f"{count / 2**20:.1f}"
 
 
-def told_apart(graphs: Sequence[GraphCounters]) -> list[str]:
-    """Return a further column of the table, with the inputs in which graphs differ; empty strings if none do."""
+def inputs_column(graphs: Sequence[GraphCounters]) -> list[str]:
+    """Return another column of the table: the inputs in which graphs differ; empty strings if no input differs."""
     names = dict.fromkeys(name for graph in graphs for name in graph.inputs)
     differing = [name for name in names if len({graph.inputs.get(name) for graph in graphs}) > 1]
-    told = [", ".join(f"{name} {graph.inputs[name]}" for name in differing if name in graph.inputs) for graph in graphs]
-    return ["inputs", *told] if differing else [""] * (len(graphs) + 1)
+    rows = [", ".join(f"{name} {graph.inputs[name]}" for name in differing if name in graph.inputs) for graph in graphs]
+    return ["inputs", *rows] if differing else [""] * (len(graphs) + 1)
 
 
 def _table(rows: Sequence[tuple[str, ...]], last: Sequence[str]) -> list[str]:

@@ -396,7 +396,8 @@ def wake(owner: Any = None, parts: Collection[str] | None = None) -> None:
         parts: "weights", "caches" or "graphs", or several; None for all. Calls are refused until all are awake.
 
     Raises:
-        AsleepError: there is not enough memory: it says how much is needed. It is still asleep, and can wake later.
+        AsleepError: there is not enough memory; the message says how much is needed. `owner` is still asleep, and can
+            wake later.
         ConfigError: a part is unknown.
         InputError: `owner` is something else.
     """

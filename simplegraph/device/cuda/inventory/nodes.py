@@ -318,8 +318,8 @@ class NodeReader:
         # Two steps, each for all launches together: read the addresses of parameters, then the parameters.
         lists = self.memory.read([(params or 0, 8 * len(function.layout)) for _, function, params in self._launches])
         by_launch = [
-            [] if told is None else places_of(function, struct.unpack(f"<{len(function.layout)}Q", told))
-            for (_, function, _), told in zip(self._launches, lists, strict=True)
+            [] if addresses is None else places_of(function, struct.unpack(f"<{len(function.layout)}Q", addresses))
+            for (_, function, _), addresses in zip(self._launches, lists, strict=True)
         ]
         contents = iter(self.memory.read([piece for pieces in by_launch for piece in pieces]))
         read: list[tuple[int, KernelFunction, tuple[int, ...]]] = []
