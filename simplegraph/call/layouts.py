@@ -168,7 +168,7 @@ class CallTable:
         """Note that a call was refused again: after some, the next few such calls run without a look at the module.
 
         Eager's answer is right whatever changed, and looking at what each run changes takes longer than small runs do.
-        What ends the refusal is noticed by the next look.
+        What ends the refusal is noticed by the next look. Calls that are refused by their form need none.
         """
         refusal.served += 1
         if refusal.served > _SURE:
@@ -179,15 +179,15 @@ class CallTable:
     ) -> CannotBind | None:
         """Return why a call runs eagerly, without a look at the module; None if it has to be looked at."""
         resting, self.resting = self.resting, None
+        if resting is None:
+            return None
+        refusal, layout = resting
         self._rest -= 1
         try:
-            if resting is None or self._rest < 0:
-                return None
-            refusal, layout = resting
-            if isinstance(refusal, FormRefusal):
+            if isinstance(refusal, FormRefusal):  # whatever ends it shows in the form
                 if not described and self._refusal_of_form(module, args, kwargs) is refusal:
                     raise CannotBind(*refusal.why)
-            elif layout is not None:
+            elif layout is not None and self._rest >= 0:
                 leaves: Any = args if layout.positional == len(args) and not kwargs else layout.leaves(args, kwargs)
                 size = leaves[layout.anchor].shape[layout.anchor_dim] if layout.anchor >= 0 else int(leaves is not None)
                 is_such = module.training is layout.training
@@ -298,7 +298,10 @@ def _first_parameter(module: nn.Module) -> tuple[Mapping[str, Any], str] | None:
 
 def _form(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Hashable:
     """Return the form of a call: modes, classes of arguments, and dtype, shape, strides and device of tensors."""
-    leaves, spec = flatten((args, dict(kwargs)))
+    leaves: Sequence[Any] = args
+    spec: Hashable = len(args)
+    if kwargs or not PLAIN_TENSORS.issuperset(map(type, args)):
+        leaves, spec = flatten((args, dict(kwargs)))
     return _grad_enabled(), module.training, spec, tuple(map(_form_of, leaves))
 
 

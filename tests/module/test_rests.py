@@ -183,7 +183,7 @@ def test_calls_that_are_refused_before_they_are_read_rest_too_while_graphs_serve
             plain.scale = scale
             for _ in range(2 * (_LONGEST_REST + 1)):
                 torch.testing.assert_close(wrapped(refused), plain.linear(refused) * scale)
-        assert len(looks) <= 12
+        assert not looks
         plain.eval()
         assert wrapped.graph_stats.replays == replays
     assert reason in wrapped.graph_stats.eager

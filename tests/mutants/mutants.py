@@ -968,8 +968,8 @@ MUTANTS = [
     Mutant(
         "calls that are refused are never looked at again",
         "call/layouts.py",
-        "if resting is None or self._rest < 0:",
-        "if resting is None:",
+        "elif layout is not None and self._rest >= 0:",
+        "elif layout is not None:",
         ("tests/module/test_rests.py",),
     ),
     Mutant(
