@@ -600,7 +600,7 @@ class Holders:
             if is_code and key not in _OF_TORCH and (names is None or key in names):
                 self._functions[id(value)] = value
         skipped: Collection[str] = (_OF_TORCH - _OF_HIDDEN if is_hidden else _OF_TORCH) if is_module else ()
-        if str(type(thing).__module__).startswith("simplegraph."):
+        if str(type(thing).__module__).partition(".")[0] == "simplegraph":
             skipped = contents.keys()  # what a module of ours holds leads to the user's, and is no value itself
         for hooks in map(contents.get, HOOKS) if is_module and thing is not self._unhooked else ():
             self._functions |= {id(hook): hook for hook in dict.values(hooks or {})}
