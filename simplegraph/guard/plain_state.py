@@ -422,7 +422,10 @@ class PlainState:
         left_out = {*self._effects, *self._let_go}
         if left_out == self._left_out:
             return
-        added, self._left_out = left_out - self._left_out, left_out
+        added, counted = left_out - self._left_out, self._left_out - left_out
+        self._left_out = left_out
+        if counted - self._counted_anew:  # one that is empty by now is no part of a key, as when it was left out
+            self._keys.clear()
         if added:  # values that differed only in these places are equal now
             keys, self._keys = self._keys, {}
             for parts, key in keys.items():

@@ -511,6 +511,21 @@ def test_a_set_that_others_changed_is_no_cache_that_a_call_fills() -> None:
         assert model.held == expected.held
 
 
+@pytest.mark.parametrize("held", [[], {}], ids=["list", "dict"])
+def test_a_container_that_a_call_filled_and_others_emptied_counts(held: Any) -> None:
+    def read(self: Any) -> float:
+        if self.fills:
+            held.extend([2.0]) if type(held) is list else held.update({7: 2.0})
+        return float(sum(held if type(held) is list else held.values()))
+
+    model = wrapped(Reads(read, fills=True, held=held))
+    model(torch.randn(2, 4))
+    model.fills = False
+    serve(model)
+    model.held.clear()
+    serve(model)
+
+
 def test_what_lies_in_a_container_that_calls_fill_counts() -> None:
     def read(self: Any) -> float:
         if 2 not in self.held:

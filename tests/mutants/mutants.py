@@ -987,6 +987,13 @@ MUTANTS = [
         ("tests/module/test_rests.py",),
     ),
     Mutant(
+        "a container that was left out of the key and is empty now has the key that it had",
+        "guard/plain_state.py",
+        "self._keys.clear()",
+        "pass",
+        ("tests/module/test_plain_state.py",),
+    ),
+    Mutant(
         "what runs change that were not looked at counts as other code's",
         "guard/plain_state.py",
         "self._is_unread = True",
