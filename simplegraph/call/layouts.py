@@ -183,6 +183,8 @@ class CallTable:
         try:
             if resting is None or self._rest < 0:
                 return None
+            if self.plain.filled_by_others():
+                return None
             refusal, layout = resting
             if isinstance(refusal, FormRefusal):
                 if not described and self._refusal_of_form(module, args, kwargs) is refusal:

@@ -19,7 +19,7 @@ from typing import Any
 from simplegraph.base.objects import own_dict
 from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.guard.code_below import CodeBelow
-from simplegraph.guard.holders import ALL, Holders, Place, SearchRoot, has_object
+from simplegraph.guard.holders import ALL, Holders, Place, SearchRoot, ValueHolder, has_object
 from simplegraph.guard.reading import Comparison
 from simplegraph.guard.values import ORDER, PlainValues, place_name, shown_entry
 from simplegraph.program.breaks.marks import ACTIVE
@@ -114,6 +114,7 @@ class PlainState:
         self._runs = 0  # runs that were observed to their end
         self._effects: set[Place] = set()  # places that only runs change, all of them; a container counts as one place
         self._filled: set[Place] = set()  # those of them that only grew, by keys that no code names
+        self._lengths: list[tuple[ValueHolder, int]] = []  # of containers among these, after the latest run
         self._counted: set[Place] = set()  # places that other code changed as well, or that some run left unchanged
         self._counted_anew: set[Place] = set()  # places that count since the key was made
         self._own_changes: Changes = {}  # changes by runs of places that count, which no call has found yet
@@ -144,10 +145,24 @@ class PlainState:
             self._note(own_changes)
             return self._values(module)
 
-    def note_unread_run(self) -> None:
-        """Note a run at which nothing was looked: what has changed by the next look, runs may have changed."""
+    @contextlib.contextmanager
+    def unread_run(self) -> Iterator[None]:
+        """Surround a run at which nothing is looked: what has changed by the next look, runs may have changed."""
         self.calls += 1
         self._is_unread = True
+        try:
+            yield
+        finally:
+            if self._lengths:
+                self._note_lengths([holder for holder, _ in self._lengths])
+
+    def _note_lengths(self, filled: Iterable[ValueHolder]) -> None:
+        """Note the lengths of containers that runs fill, after a run."""
+        self._lengths = [(holder, holder.length()) for holder in filled]
+
+    def filled_by_others(self) -> set[str]:
+        """Name the containers that runs fill, and whose lengths have changed since the latest run."""
+        return {holder.name for holder, length in self._lengths if holder.length() != length}
 
     def _catch_up(self, module: Any) -> None:
         """Sort what changed since the last look, around runs at which nothing was looked.
@@ -157,8 +172,9 @@ class PlainState:
         self._is_unread = False
         own: Changes = {}
         others: Changes = {}
+        by_others = self.filled_by_others()
         for place, values in self._look(module).items():
-            (own if self._is_effect(place) else others)[place] = values
+            (own if self._is_effect(place) and place[0] not in by_others else others)[place] = values
         self._sort(own, is_whole=False)
         self._note(others)
 
@@ -197,6 +213,7 @@ class PlainState:
         self.comparisons.clear()
         self._restless.clear()
         self._news.clear()
+        self._lengths = []
 
     @contextlib.contextmanager
     def run(self, module: Any, *, is_read: bool = False) -> Iterator[None]:
@@ -224,6 +241,9 @@ class PlainState:
                 self._sort(_changes(before, self._entries), is_whole=is_whole)
                 if not self._is_serving:
                     self._settle()
+                filled = {name for name, key in self._filled & self._effects if key is ALL}
+                holders = (holder for comparison in self.comparisons[:1] for holder in comparison.holders)
+                self._note_lengths(holder for holder in holders if holder.name in filled)
 
     def claim(self, module: Any) -> None:
         """Attribute changes since the key was read to eager breaks of a replay, and so to the module."""

@@ -987,6 +987,13 @@ MUTANTS = [
         ("tests/module/test_rests.py",),
     ),
     Mutant(
+        "what other code adds to a dict during a rest counts as filled by runs",
+        "call/layouts.py",
+        "if self.plain.filled_by_others():",
+        "if False:",
+        ("tests/module/test_rests.py",),
+    ),
+    Mutant(
         "a container that was left out of the key and is empty now has the key that it had",
         "guard/plain_state.py",
         "self._keys.clear()",
