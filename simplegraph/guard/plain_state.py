@@ -100,6 +100,7 @@ class PlainState:
         self._refused = ""  # why there is no key
         self.scripts: list[str] = []
         self._containers: set[str] = set()  # the names of holders that are containers
+        self._lists: set[str] = set()  # the names of those that are lists or deques
         self._objects: set[str] = set()  # the names of holders that are the attributes of objects
         self._keys_to: dict[str, tuple[Any, ...] | None] = {}  # by the holder's name, the keys from a module to it
         self._entries: dict[str, Entries] = {}  # by the holder's name
@@ -153,12 +154,13 @@ class PlainState:
         try:
             yield
         finally:
-            if self._lengths:
-                self._note_lengths([holder for holder, _ in self._lengths])
+            self._lengths = [(holder, holder.length()) for holder, _ in self._lengths]
 
-    def _note_lengths(self, filled: Iterable[ValueHolder]) -> None:
+    def _note_lengths_of_filled(self) -> None:
         """Note the lengths of containers that runs fill, after a run."""
-        self._lengths = [(holder, holder.length()) for holder in filled]
+        names = {name for name, key in self._filled & self._effects if key is ALL}
+        holders = (holder for comparison in self.comparisons[:1] for holder in comparison.holders)
+        self._lengths = [(holder, holder.length()) for holder in holders if holder.name in names]
 
     def filled_by_others(self) -> set[str]:
         """Name the containers that runs fill, and whose lengths have changed since the latest run."""
@@ -241,9 +243,9 @@ class PlainState:
                 self._sort(_changes(before, self._entries), is_whole=is_whole)
                 if not self._is_serving:
                     self._settle()
-                filled = {name for name, key in self._filled & self._effects if key is ALL}
-                holders = (holder for comparison in self.comparisons[:1] for holder in comparison.holders)
-                self._note_lengths(holder for holder in holders if holder.name in filled)
+                self._lengths = []
+                if self._filled:
+                    self._note_lengths_of_filled()
 
     def claim(self, module: Any) -> None:
         """Attribute changes since the key was read to eager breaks of a replay, and so to the module."""
@@ -368,6 +370,7 @@ class PlainState:
         self._refused, self.scripts = holders.refused, holders.scripts
         self._entries = {holder.name: holder.entries for holder in holders.all}
         self._containers = {holder.name for holder in holders.all if holder.is_container}
+        self._lists = {holder.name for holder in holders.all if holder.is_container and holder.is_list()}
         self._objects = {holder.name for holder in holders.all if holder.owner is not None}
         self._keys_to = {holder.name: holder.keys for holder in holders.all}
         self._alive = alive
@@ -463,7 +466,7 @@ class PlainState:
         changed = self._by_effect(changes)
         for place, values in changed.items():
             was_filled = place in self._filled
-            is_filled = self._fills(values) and (was_filled or place not in self._effects)
+            is_filled = self._fills(place, values) and (was_filled or place not in self._effects)
             if place not in self._counted and (is_filled or not self._runs):
                 self._effects.add(place)
             elif place not in self._effects or was_filled:
@@ -489,9 +492,15 @@ class PlainState:
                 self._effects.add(place)
         self._note(counted)
 
-    def _fills(self, values: Entries) -> bool:
-        """True if all values are new, by keys that no code names, such as in a cache that is filled for each shape."""
-        names = self._code.names if self._code is not None else ()
+    def _fills(self, place: Place, values: Entries) -> bool:
+        """True if all values are new, by keys that no code names, such as in a cache that is filled for each shape.
+
+        Code asks a list for its length and all its items, so one is filled only if code does nothing but add to it.
+        """
+        name, code = place[0], self._code
+        if name in self._lists and not (code is not None and code.only_fills(name.rpartition(".")[2])):
+            return False
+        names = code.names if code is not None else ()
         return all(before is ABSENT and not (type(key) is str and key in names) for key, (before, _) in values.items())
 
     def _is_effect(self, place: Place) -> bool:

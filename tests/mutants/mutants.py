@@ -987,6 +987,13 @@ MUTANTS = [
         ("tests/module/test_rests.py",),
     ),
     Mutant(
+        "a list that runs add to is left out of the key, whatever code reads of it",
+        "guard/plain_state.py",
+        "if name in self._lists and not",
+        "if False and not",
+        ("tests/module/test_plain_state.py",),
+    ),
+    Mutant(
         "what other code adds to a dict during a rest counts as filled by runs",
         "call/layouts.py",
         "if self.plain.filled_by_others():",
