@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
+import weakref
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
@@ -152,12 +153,12 @@ class CallTable:
         refusal = self._refused.get(_form(module, args, kwargs))
         if refusal is None or refusal.num_observed != self.reader(module).num_observed:
             return None
-        return refusal if refusal.wanting is None or _wants_grad(*refusal.wanting) else None
+        return refusal if not refusal.wanting or _first_wants_grad(module) else None
 
     def refuse_form(self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], why: CannotBind) -> None:
         """Remember why a call was refused before it was read, if all such calls are."""
-        wanting = _first_parameter(module) if why.reason is Reason.GRAD and not why.detail else None
-        if why.reason in _BY_FORM or (wanting is not None and _wants_grad(*wanting)):
+        wanting = why.reason is Reason.GRAD and not why.detail and _first_wants_grad(module)
+        if why.reason in _BY_FORM or wanting:
             if len(self._refused) >= _MOST_FORMS:
                 self._refused.clear()
             num_observed = self.reader(module).num_observed
@@ -184,6 +185,8 @@ class CallTable:
         refusal, layout = resting
         self._rest -= 1
         try:
+            if self.plain.filled_by_others():
+                return None
             if isinstance(refusal, FormRefusal):  # whatever ends it shows in the form
                 if not described and self._refusal_of_form(module, args, kwargs) is refusal:
                     raise CannotBind(*refusal.why)
@@ -232,13 +235,13 @@ class FormRefusal:
     Attributes:
         why: the arguments of `CannotBind`.
         num_observed: the reader's then.
-        wanting: the parameter that required gradients, if that is why.
+        wanting: True if the reason is that the module's first parameter requires gradients.
         served: calls that it refused.
     """
 
     why: tuple[Any, ...]
     num_observed: int
-    wanting: tuple[Mapping[str, Any], str] | None
+    wanting: bool
     served: int = 0
 
 
@@ -268,7 +271,7 @@ class Refusal:
             return
         if self._grad:  # eager builds an autograd graph if an argument or the first parameter requires grad
             wanting = any(issubclass(type(leaf), Tensor) and leaf.requires_grad for leaf in leaves)
-            if wanting or (self._parameter and _wants_grad(*self._parameter)):
+            if wanting or (self._parameter is not None and _wants_grad(*self._parameter)):
                 return
         try:
             for leaf, (arg, form) in zip(leaves, self._expected, strict=True):
@@ -284,16 +287,27 @@ class Refusal:
         raise CannotBind(*self._why)
 
 
-def _wants_grad(registry: Mapping[str, Any], name: str) -> bool:
-    """True if the parameter of this name requires grad."""
+def _wants_grad(owner: weakref.ref[nn.Module], name: str) -> bool:
+    """True if the parameter of this name requires grad, or its module is gone."""
+    module = owner()
+    if module is None:
+        return True
+    registry = module._parameters  # of a TorchScript module, no dict
     return name in registry and bool(getattr(registry[name], "requires_grad", False))
 
 
-def _first_parameter(module: nn.Module) -> tuple[Mapping[str, Any], str] | None:
-    """Find the first parameter of a module: the dict that holds it, and its name."""
-    registries = (child._parameters for child in module.modules())
-    names = ((registry, name) for registry in registries for name, value in registry.items() if value is not None)
-    return next(names, None)
+def _first_parameter(module: nn.Module) -> tuple[weakref.ref[nn.Module], str] | None:
+    """Find the first parameter of a module: a weak reference to the module that holds it, and its name."""
+    named = ((child, name, value) for child in module.modules() for name, value in child._parameters.items())
+    return next(((weakref.ref(child), name) for child, name, value in named if value is not None), None)
+
+
+def _first_wants_grad(module: nn.Module) -> bool:
+    """True if the first parameter that a module has now requires grad."""
+    if isinstance(module, FunctionModule):
+        module.refresh()
+    first = _first_parameter(module)
+    return first is not None and _wants_grad(*first)
 
 
 def _form(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Hashable:

@@ -222,6 +222,17 @@ class ValueHolder:
         """Return the container now. Raises any exception if it can no longer be reached."""
         return self.container if self._find is None else self._find()
 
+    def is_list(self) -> bool:
+        """True for a list or a deque."""
+        return issubclass(type(self.find()), (list, collections.deque))
+
+    def length(self) -> int:
+        """Return the length of the container now; -1 if it can no longer be reached."""
+        try:
+            return _length(self.find())
+        except Exception:
+            return -1
+
     def counts(self, key: Any) -> bool:
         """True for keys that count."""
         return self._counts is None or self._counts(key)
