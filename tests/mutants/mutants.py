@@ -989,8 +989,8 @@ MUTANTS = [
     Mutant(
         "a list that runs add to is left out of the key, whatever code reads of it",
         "guard/plain_state.py",
-        "if name in self._lists and not",
-        "if False and not",
+        "is_old_list = name in self._lists and name not in self._appeared",
+        "is_old_list = False",
         ("tests/module/test_plain_state.py",),
     ),
     Mutant(
