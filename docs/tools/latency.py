@@ -24,8 +24,7 @@ ARMS = {
     "optimized-static": "**`sg.optimize`**, static",
     "compiled": "compiled, reduce-overhead",
 }
-_README = ("eager", "simplegraph", "static", "make-graphed-callables")
-README_HEAD = 'waited for: eager / simplegraph / `outputs="static"` / `make_graphed_callables`'
+_README = ("eager", "simplegraph", "make-graphed-callables")
 
 
 def rows() -> dict[str, dict[str, Any]]:
@@ -34,17 +33,17 @@ def rows() -> dict[str, dict[str, Any]]:
     return {text: found[key] for key, text in MODELS.items() if key in found}
 
 
-def readme_cells() -> dict[str, str]:
-    """Return the ms of waited calls by model, for README's table; none if there is no such file."""
+def readme_rows() -> dict[str, dict[str, str]]:
+    """Return the ms of waited calls by arm and model, for README's table; none if there is no such file."""
     try:
         found = rows()
     except FileNotFoundError:
         return {}
-    return {text: " / ".join(_ms(row["arms"].get(arm, {})) for arm in _README) for text, row in found.items()}
+    return {ARMS[arm]: {text: _ms(row["arms"].get(arm, {})) for text, row in found.items()} for arm in _README}
 
 
 def _ms(figures: dict[str, Any]) -> str:
-    return f"{figures[WAITED] / 1e3:.2f}" if WAITED in figures else "-"
+    return f"{figures[WAITED] / 1e3:.2f}" if WAITED in figures else ""
 
 
 def waited() -> str:

@@ -41,7 +41,7 @@ def faster(model: str) -> str:
     if model in _KEYS:
         (early,) = extra(f"h200x4_models/models_{_KEYS[model]}")["models"].values()
         times.append(early["eager"]["ms"] / early["simplegraph"]["ms"])
-    return f"{between(times, '.1f')} times"
+    return between(times, ".1f")
 
 
 def slow_host() -> str:

@@ -62,7 +62,6 @@ README_ARMS = {
     "graph": "**simplegraph**",
     "optimized": "**`sg.optimize`**",
     "make-graphed-callables": "`make_graphed_callables`",
-    "tensordict-cudagraph": "tensordict",
     "compiled": "`torch.compile`, reduce-overhead",
 }
 
@@ -75,26 +74,31 @@ def readme_rows() -> dict[str, dict[str, Any]]:
 
 def _readme() -> str:
     found = readme_rows()
-    shown = {
-        arm: name for arm, name in README_ARMS.items() if any("ms" in arms.get(arm, {}) for arms in found.values())
-    }
-    rows, waited = [], latency.readme_cells()
     keys = {text: key for key, text in optimized.MODELS.items()}
-    for text, arms in found.items():
-        ready = (f"{arms[arm]['ready_seconds']:.1f}" for arm in ("graph", "optimized", "compiled") if arm in arms)
-        times = (f"{arms[arm]['ms']:.2f}" if "ms" in arms.get(arm, {}) else "" for arm in shown)
-        more = [waited.get(text, "")] if waited else []
-        rows.append([text, *times, ranges.faster(keys[text]), *more, " / ".join(ready)])
-    more = [latency.README_HEAD] if waited else []
-    ready_head = "ready, s: simplegraph / `optimize` / compiled"
-    table = grid(["", *shown.values(), "faster than eager, all runs", *more, ready_head], rows)
+    rows = [
+        [
+            f"back to back: {name}",
+            *(f"{arms[arm]['ms']:.2f}" if "ms" in arms.get(arm, {}) else "" for arms in found.values()),
+        ]
+        for arm, name in README_ARMS.items()
+        if any("ms" in arms.get(arm, {}) for arms in found.values())
+    ]
+    rows.append(["eager in all runs, times simplegraph", *(ranges.faster(keys[text]) for text in found)])
+    waited = latency.readme_rows()
+    rows += [[f"waited for: {name}", *(cells.get(text, "") for text in found)] for name, cells in waited.items()]
+    for arm, name in _READY.items():
+        ready = (arms[arm].get("ready_seconds") if arm in arms else None for arms in found.values())
+        rows.append([f"ready, s: {name}", *("" if seconds is None else f"{seconds:.1f}" for seconds in ready)])
     host = f"one {device_name('headline/models')}, torch 2.11, commit {commit('headline/models')}"
     other = f" (waited for: another host, commit {commit(latency.FILE)})" if waited else ""
     text = (
         f"Milliseconds of a call in bfloat16 at batch 1, {host}{other}; {ranges.slow_host()}. Random weights, with "
         "proofs; our graphs copy outputs. `ready`: seconds until the fourth call is done, caches empty:"
     )
-    return f"{wrapped(text)}\n\n{table}"
+    return f"{wrapped(text)}\n\n{grid(['', *found], rows)}"
+
+
+_READY = {"graph": "**simplegraph**", "optimized": "**`sg.optimize`**", "compiled": "`torch.compile`"}
 
 
 def _startup(file: str = "headline/startup") -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
+import weakref
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
@@ -152,12 +153,12 @@ class CallTable:
         refusal = self._refused.get(_form(module, args, kwargs))
         if refusal is None or refusal.num_observed != self.reader(module).num_observed:
             return None
-        return refusal if refusal.wanting is None or _wants_grad(*refusal.wanting) else None
+        return refusal if not refusal.wanting or _first_wants_grad(module) else None
 
     def refuse_form(self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], why: CannotBind) -> None:
         """Remember why a call was refused before it was read, if all such calls are."""
-        wanting = _first_parameter(module) if why.reason is Reason.GRAD and not why.detail else None
-        if why.reason in _BY_FORM or (wanting is not None and _wants_grad(*wanting)):
+        wanting = why.reason is Reason.GRAD and not why.detail and _first_wants_grad(module)
+        if why.reason in _BY_FORM or wanting:
             if len(self._refused) >= _MOST_FORMS:
                 self._refused.clear()
             num_observed = self.reader(module).num_observed
@@ -168,7 +169,7 @@ class CallTable:
         """Note that a call was refused again: after some, the next few such calls run without a look at the module.
 
         Eager's answer is right whatever changed, and looking at what each run changes takes longer than small runs do.
-        What ends the refusal is noticed by the next look.
+        What ends the refusal is noticed by the next look. Calls that are refused by their form need none.
         """
         refusal.served += 1
         if refusal.served > _SURE:
@@ -179,15 +180,17 @@ class CallTable:
     ) -> CannotBind | None:
         """Return why a call runs eagerly, without a look at the module; None if it has to be looked at."""
         resting, self.resting = self.resting, None
+        if resting is None:
+            return None
+        refusal, layout = resting
         self._rest -= 1
         try:
-            if resting is None or self._rest < 0:
+            if self.plain.filled_by_others():
                 return None
-            refusal, layout = resting
-            if isinstance(refusal, FormRefusal):
+            if isinstance(refusal, FormRefusal):  # whatever ends it shows in the form
                 if not described and self._refusal_of_form(module, args, kwargs) is refusal:
                     raise CannotBind(*refusal.why)
-            elif layout is not None:
+            elif layout is not None and self._rest >= 0:
                 leaves: Any = args if layout.positional == len(args) and not kwargs else layout.leaves(args, kwargs)
                 size = leaves[layout.anchor].shape[layout.anchor_dim] if layout.anchor >= 0 else int(leaves is not None)
                 is_such = module.training is layout.training
@@ -232,13 +235,13 @@ class FormRefusal:
     Attributes:
         why: the arguments of `CannotBind`.
         num_observed: the reader's then.
-        wanting: the parameter that required gradients, if that is why.
+        wanting: True if the reason is that the module's first parameter requires gradients.
         served: calls that it refused.
     """
 
     why: tuple[Any, ...]
     num_observed: int
-    wanting: tuple[Mapping[str, Any], str] | None
+    wanting: bool
     served: int = 0
 
 
@@ -268,7 +271,7 @@ class Refusal:
             return
         if self._grad:  # eager builds an autograd graph if an argument or the first parameter requires grad
             wanting = any(issubclass(type(leaf), Tensor) and leaf.requires_grad for leaf in leaves)
-            if wanting or (self._parameter and _wants_grad(*self._parameter)):
+            if wanting or (self._parameter is not None and _wants_grad(*self._parameter)):
                 return
         try:
             for leaf, (arg, form) in zip(leaves, self._expected, strict=True):
@@ -284,21 +287,35 @@ class Refusal:
         raise CannotBind(*self._why)
 
 
-def _wants_grad(registry: Mapping[str, Any], name: str) -> bool:
-    """True if the parameter of this name requires grad."""
+def _wants_grad(owner: weakref.ref[nn.Module], name: str) -> bool:
+    """True if the parameter of this name requires grad, or its module is gone."""
+    module = owner()
+    if module is None:
+        return True
+    registry = module._parameters  # of a TorchScript module, no dict
     return name in registry and bool(getattr(registry[name], "requires_grad", False))
 
 
-def _first_parameter(module: nn.Module) -> tuple[Mapping[str, Any], str] | None:
-    """Find the first parameter of a module: the dict that holds it, and its name."""
-    registries = (child._parameters for child in module.modules())
-    names = ((registry, name) for registry in registries for name, value in registry.items() if value is not None)
-    return next(names, None)
+def _first_parameter(module: nn.Module) -> tuple[weakref.ref[nn.Module], str] | None:
+    """Find the first parameter of a module: a weak reference to the module that holds it, and its name."""
+    named = ((child, name, value) for child in module.modules() for name, value in child._parameters.items())
+    return next(((weakref.ref(child), name) for child, name, value in named if value is not None), None)
+
+
+def _first_wants_grad(module: nn.Module) -> bool:
+    """True if the first parameter that a module has now requires grad."""
+    if isinstance(module, FunctionModule):
+        module.refresh()
+    first = _first_parameter(module)
+    return first is not None and _wants_grad(*first)
 
 
 def _form(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Hashable:
     """Return the form of a call: modes, classes of arguments, and dtype, shape, strides and device of tensors."""
-    leaves, spec = flatten((args, dict(kwargs)))
+    leaves: Sequence[Any] = args
+    spec: Hashable = len(args)
+    if kwargs or not PLAIN_TENSORS.issuperset(map(type, args)):
+        leaves, spec = flatten((args, dict(kwargs)))
     return _grad_enabled(), module.training, spec, tuple(map(_form_of, leaves))
 
 

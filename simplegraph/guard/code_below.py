@@ -41,12 +41,13 @@ class CodeNames(NamedTuple):
 
     Attributes:
         all: names of attributes and globals, and strings; globals: names of globals.
-        values: all except names that are only called as methods.
+        values: all except names that are only called as methods; texts: strings.
     """
 
     all: frozenset[str]
     globals: frozenset[str]
     values: frozenset[str]
+    texts: frozenset[str]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -61,6 +62,7 @@ def names_of(code: types.CodeType) -> CodeNames:
         frozenset(code.co_names).union(texts, *(inner_names.all for inner_names in inner)),
         named.union(*(inner_names.globals for inner_names in inner)),
         values.union(texts, *(inner_names.values for inner_names in inner)),
+        texts.union(*(inner_names.texts for inner_names in inner)),
     )
 
 
@@ -75,7 +77,7 @@ def _texts_in(constants: Iterable[Any]) -> Iterator[str]:
 
 @functools.lru_cache(maxsize=4096)
 def only_fills(code: types.CodeType, name: str) -> bool:
-    """True if code only adds to the container in a variable, such as a log, and never reads the container."""
+    """True if code only adds to the container in a variable or attribute, such as a log, and never reads it."""
     inner = (inner_code for inner_code in code.co_consts if issubclass(type(inner_code), types.CodeType))
     steps = [step for step in dis.get_instructions(code) if step.opname not in _NO_LOADS]
     loads = [following for step, following in itertools.pairwise(steps) if step.argval == name]
@@ -159,6 +161,13 @@ class CodeBelow:
     def computes_names(self) -> bool:
         """True if code may read attributes by names that it computes."""
         return not _COMPUTING.isdisjoint(self.names)
+
+    def only_fills(self, name: str) -> bool:
+        """True if the code only adds to containers in attributes of this name, such as logs, and never reads them."""
+        codes = [function.__code__ for function in self.functions]
+        if self.computes_names or name not in self.values or any(name in names_of(code).texts for code in codes):
+            return False
+        return all(only_fills(code, name) for code in codes)
 
     def _add_class(self, kind: type, away: int) -> None:
         for base in kind.__mro__:

@@ -292,6 +292,11 @@ class FunctionModule(nn.Module):
         reached |= {f"code {at} of {function.__qualname__}": function.__code__ for at, function in enumerate(functions)}
         restore(self.reached, reached)
 
+    def refresh(self) -> None:
+        """Find again what the function reaches if that was replaced."""
+        if self.watched.moved():
+            self.resolve()
+
     def _find_places(self) -> list[CodePlace]:
         return self._reach.find([self.function])
 
@@ -311,8 +316,7 @@ class FunctionModule(nn.Module):
         Raises:
             CannotBind: the function reaches a module by a weak proxy.
         """
-        if self.watched.moved():
-            self.resolve()
+        self.refresh()
         if self._proxied:
             raise CannotBind(Reason.PYTHON_STATE, f"{self._proxied[0]} {_PROXIED}")
         return ()

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from simplegraph.base.constants import WatchedValue, WatchedVersion
 from simplegraph.base.errors import ReplayError
 from simplegraph.base.tensors import OwnedTensor, gradient_of, has_address, is_wrapper, lies_at, parts, storage_key
-from simplegraph.guard.functions import computes_gradients
+from simplegraph.guard.functions import FunctionModule, computes_gradients
 from simplegraph.guard.reading import Reading
 from simplegraph.guard.survey import HeldTensor, Survey, code_of
 from simplegraph.program.snapshot import is_same
@@ -45,6 +45,8 @@ class MemoryRead:
         """True if eager would build an autograd graph for a call with these leaves."""
         if computes_gradients(module):
             return any_requires_grad(leaves)
+        if isinstance(module, FunctionModule):
+            module.refresh()
         if any_requires_grad(leaves) or any_requires_grad(module.parameters()):
             return True  # the common case: no survey is needed
         tensors = [entry.tensor for entry in Survey(module).tensors.values() if self.covers(entry)]

@@ -225,6 +225,17 @@ class ValueHolder:
         """Return the present container. May raise any exception if it can no longer be reached."""
         return self.container if self._find is None else self._find()
 
+    def is_list(self) -> bool:
+        """True for a list or a deque."""
+        return issubclass(type(self.find()), (list, collections.deque))
+
+    def length(self) -> int:
+        """Return the length of the container now; -1 if it can no longer be reached."""
+        try:
+            return _length(self.find())
+        except Exception:
+            return -1
+
     def counts(self, key: Any) -> bool:
         """True for keys that count."""
         return self._counts is None or self._counts(key)
@@ -610,7 +621,7 @@ class Holders:
             if is_code and key not in _OF_TORCH and (names is None or key in names):
                 self._functions[id(value)] = value
         skipped: Collection[str] = (_OF_TORCH - _OF_HIDDEN if is_hidden else _OF_TORCH) if is_module else ()
-        if str(type(thing).__module__).startswith("simplegraph."):
+        if str(type(thing).__module__).partition(".")[0] == "simplegraph":
             skipped = contents.keys()  # attributes of our own modules lead to users' objects, and are no values
         for hooks in map(contents.get, HOOKS) if is_module and thing is not self._unhooked else ():
             self._functions |= {id(hook): hook for hook in dict.values(hooks or {})}

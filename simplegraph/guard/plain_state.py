@@ -19,7 +19,7 @@ from typing import Any
 from simplegraph.base.objects import own_dict
 from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.guard.code_below import CodeBelow
-from simplegraph.guard.holders import ALL, Holders, Place, SearchRoot, has_object
+from simplegraph.guard.holders import ALL, Holders, Place, SearchRoot, ValueHolder, has_object
 from simplegraph.guard.reading import Comparison
 from simplegraph.guard.values import ORDER, PlainValues, place_name, shown_entry
 from simplegraph.program.breaks.marks import ACTIVE
@@ -100,6 +100,8 @@ class PlainState:
         self._refused = ""  # why there is no key
         self.scripts: list[str] = []
         self._containers: set[str] = set()  # the names of holders that are containers
+        self._lists: set[str] = set()  # the names of those that are lists or deques
+        self._appeared: set[str] = set()  # the names of holders that the latest look found first
         self._objects: set[str] = set()  # the names of holders that are the attributes of objects
         self._keys_to: dict[str, tuple[Any, ...] | None] = {}  # by the holder's name, the keys from a module to it
         self._entries: dict[str, Entries] = {}  # by the holder's name
@@ -114,6 +116,7 @@ class PlainState:
         self._runs = 0  # runs that were observed to their end
         self._effects: set[Place] = set()  # places that only runs change, all of them; a container counts as one place
         self._filled: set[Place] = set()  # those of them that only grew, by keys that no code names
+        self._lengths: list[tuple[ValueHolder, int]] = []  # of containers among these, after the latest run
         self._counted: set[Place] = set()  # places that other code changed as well, or that some run left unchanged
         self._counted_anew: set[Place] = set()  # places that count since the key was made
         self._own_changes: Changes = {}  # changes by runs of places that count, which no call has found yet
@@ -144,10 +147,25 @@ class PlainState:
             self._note(own_changes)
             return self._values(module)
 
-    def note_unread_run(self) -> None:
-        """Note a run at which nothing was looked: what has changed by the next look, runs may have changed."""
+    @contextlib.contextmanager
+    def unread_run(self) -> Iterator[None]:
+        """Surround a run at which nothing is looked: what has changed by the next look, runs may have changed."""
         self.calls += 1
         self._is_unread = True
+        try:
+            yield
+        finally:
+            self._lengths = [(holder, holder.length()) for holder, _ in self._lengths]
+
+    def _note_lengths_of_filled(self) -> None:
+        """Note the lengths of containers that runs fill, after a run."""
+        names = {name for name, key in self._filled & self._effects if key is ALL}
+        holders = (holder for comparison in self.comparisons[:1] for holder in comparison.holders)
+        self._lengths = [(holder, holder.length()) for holder in holders if holder.name in names]
+
+    def filled_by_others(self) -> set[str]:
+        """Name the containers that runs fill, and whose lengths have changed since the latest run."""
+        return {holder.name for holder, length in self._lengths if holder.length() != length}
 
     def _catch_up(self, module: Any) -> None:
         """Sort what changed since the last look, around runs at which nothing was looked.
@@ -157,8 +175,9 @@ class PlainState:
         self._is_unread = False
         own: Changes = {}
         others: Changes = {}
+        by_others = self.filled_by_others()
         for place, values in self._look(module).items():
-            (own if self._is_effect(place) else others)[place] = values
+            (own if self._is_effect(place) and place[0] not in by_others else others)[place] = values
         self._sort(own, is_whole=False)
         self._note(others)
 
@@ -197,6 +216,7 @@ class PlainState:
         self.comparisons.clear()
         self._restless.clear()
         self._news.clear()
+        self._lengths = []
 
     @contextlib.contextmanager
     def run(self, module: Any, *, is_read: bool = False) -> Iterator[None]:
@@ -224,6 +244,9 @@ class PlainState:
                 self._sort(_changes(before, self._entries), is_whole=is_whole)
                 if not self._is_serving:
                     self._settle()
+                self._lengths = []
+                if self._filled:
+                    self._note_lengths_of_filled()
 
     def claim(self, module: Any) -> None:
         """Attribute changes since the key was read to eager breaks of a replay, and so to the module."""
@@ -274,6 +297,7 @@ class PlainState:
     def _look(self, module: Any) -> Changes:
         """Read the holders that moved since the last time; return the changes."""
         before, attributes = self._entries, own_dict(module) or {}
+        self._appeared = set()
         try:
             if not self._read_moved(module, attributes):
                 self._find(module)
@@ -346,8 +370,10 @@ class PlainState:
         holders = Holders(roots, module, gone, function, breaks=self._breaks, closed=self._closed)
         self._deaths, self._opened, self._code = holders.deaths, holders.opened, holders.code
         self._refused, self.scripts = holders.refused, holders.scripts
-        self._entries = {holder.name: holder.entries for holder in holders.all}
+        before, self._entries = self._entries, {holder.name: holder.entries for holder in holders.all}
+        self._appeared = self._entries.keys() - before.keys()
         self._containers = {holder.name for holder in holders.all if holder.is_container}
+        self._lists = {holder.name for holder in holders.all if holder.is_container and holder.is_list()}
         self._objects = {holder.name for holder in holders.all if holder.owner is not None}
         self._keys_to = {holder.name: holder.keys for holder in holders.all}
         self._alive = alive
@@ -422,7 +448,10 @@ class PlainState:
         left_out = {*self._effects, *self._let_go}
         if left_out == self._left_out:
             return
-        added, self._left_out = left_out - self._left_out, left_out
+        added, counted = left_out - self._left_out, self._left_out - left_out
+        self._left_out = left_out
+        if counted - self._counted_anew:  # one that is empty by now is no part of a key, as when it was left out
+            self._keys.clear()
         if added:  # values that differed only in these places are equal now
             keys, self._keys = self._keys, {}
             for parts, key in keys.items():
@@ -440,7 +469,7 @@ class PlainState:
         changed = self._by_effect(changes)
         for place, values in changed.items():
             was_filled = place in self._filled
-            is_filled = self._fills(values) and (was_filled or place not in self._effects)
+            is_filled = self._fills(place, values) and (was_filled or place not in self._effects)
             if place not in self._counted and (is_filled or not self._runs):
                 self._effects.add(place)
             elif place not in self._effects or was_filled:
@@ -466,9 +495,17 @@ class PlainState:
                 self._effects.add(place)
         self._note(counted)
 
-    def _fills(self, values: Entries) -> bool:
-        """True if all values are new, by keys that no code names, such as in a cache that is filled for each shape."""
-        names = self._code.names if self._code is not None else ()
+    def _fills(self, place: Place, values: Entries) -> bool:
+        """True if all values are new, by keys that no code names, such as in a cache that is filled for each shape.
+
+        Code asks a list for its length and all its items, so a list is filled only if code does nothing but add to it.
+        A list that is new itself is an item of what holds it.
+        """
+        name, code = place[0], self._code
+        is_old_list = name in self._lists and name not in self._appeared
+        if is_old_list and not (code is not None and code.only_fills(name.rpartition(".")[2])):
+            return False
+        names = code.names if code is not None else ()
         return all(before is ABSENT and not (type(key) is str and key in names) for key, (before, _) in values.items())
 
     def _is_effect(self, place: Place) -> bool:

@@ -314,8 +314,8 @@ class GraphRunner:
             refused = calls.rests(module, args, kwargs, batch, described=is_described)
             if refused is not None:
                 self.stats.ran_eagerly(refused.reason, refused.detail, refused.size)
-                calls.plain.note_unread_run()
-                return invoke(module, args, kwargs)
+                with calls.plain.unread_run():
+                    return invoke(module, args, kwargs)
         try:
             if layouts:
                 plain = calls.plain

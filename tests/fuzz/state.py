@@ -306,6 +306,8 @@ def _events(
             yield "change", placed.number, rng.choice(changes[placed.number]), _how(rng, form)
         count = rng.randint(1, 3) if character in ("toggled", "many") else rng.randint(3, 7)
         yield from _calls(rng, rows, mode, sizes, count)
+        if form != "step" and rng.random() < 0.1:
+            yield from _refused_calls(rng, form, mode, sizes, changes)
         if copies and rng.random() < 0.05:
             yield ("copy",)
         if rng.random() < 0.1:
@@ -341,6 +343,22 @@ def _calls(rng: random.Random, rows: int, mode: str, sizes: Sequence[int], count
         other = len(sizes) > 1 and rng.random() < 0.1
         at = rng.choice(["no_grad", "inference_mode", "eager"]) if mode != "grad" and rng.random() < 0.05 else mode
         yield "call", rng.randint(1, max(sizes)) if other else rows, at, ""
+
+
+def _refused_calls(
+    rng: random.Random, form: str, mode: str, sizes: Sequence[int], changes: dict[int, list[str]]
+) -> Iterator[tuple[Any, ...]]:
+    """Calls that no graph serves, of too many rows or in training mode, often enough to run without a look."""
+    trains = form in ("module", "mixin") and rng.random() < 0.5
+    rows = rng.choice(sizes) if trains else max(sizes) + rng.randint(1, 3)
+    if trains:
+        yield "change", None, "m.train()", ""
+    for count in (rng.randint(0, 40), rng.randint(1, 40)):
+        yield from (("call", rows, mode, "") for _ in range(count))
+        number = rng.choice(sorted(changes))
+        yield "change", number, rng.choice(changes[number]), _how(rng, form)
+    if trains:
+        yield "change", None, "m.eval()", ""
 
 
 def outcome(

@@ -511,6 +511,55 @@ def test_a_set_that_others_changed_is_no_cache_that_a_call_fills() -> None:
         assert model.held == expected.held
 
 
+@pytest.mark.parametrize("held", [[], {}], ids=["list", "dict"])
+def test_a_container_that_a_call_filled_and_others_emptied_counts(held: Any) -> None:
+    def read(self: Any) -> float:
+        if self.fills:
+            held.extend([2.0]) if type(held) is list else held.update({7: 2.0})
+        return float(sum(held if type(held) is list else held.values()))
+
+    model = wrapped(Reads(read, fills=True, held=held))
+    model(torch.randn(2, 4))
+    model.fills = False
+    serve(model)
+    model.held.clear()
+    serve(model)
+
+
+class Remembers(nn.Module):
+    """Adds to a list when it is trained."""
+
+    def __init__(self, read: Callable[[Any], float]) -> None:
+        super().__init__()
+        self.linear, self.seen, self.read = nn.Linear(4, 4), list[float](), read
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.seen.append(1.0)
+        return self.linear(x) * self.read(self)
+
+
+@pytest.mark.parametrize(
+    ("read", "is_log"),
+    [
+        (lambda self: 1.0 + len(self.seen), False),
+        (lambda self: 1.0 + sum(getattr(self, "seen")), False),  # noqa: B009
+        (lambda self: 1.0 + sum(self.__dict__["seen"]), False),
+        (lambda self: 2.0, True),
+    ],
+)
+def test_a_list_that_some_calls_add_to_counts_if_code_reads_it(read: Any, is_log: bool) -> None:
+    model = wrapped(Remembers(read))
+    for phase in range(3):
+        replays = model.graph_stats.replays
+        serve(model)
+        assert (model.graph_stats.replays == replays + 5) is (is_log and phase > 0)
+        model.train()
+        for _ in range(2):
+            model(torch.randn(2, 4))
+        model.eval()
+
+
 def test_what_lies_in_a_container_that_calls_fill_counts() -> None:
     def read(self: Any) -> float:
         if 2 not in self.held:

@@ -968,8 +968,8 @@ MUTANTS = [
     Mutant(
         "calls that are refused are never looked at again",
         "call/layouts.py",
-        "if resting is None or self._rest < 0:",
-        "if resting is None:",
+        "elif layout is not None and self._rest >= 0:",
+        "elif layout is not None:",
         ("tests/module/test_rests.py",),
     ),
     Mutant(
@@ -987,6 +987,27 @@ MUTANTS = [
         ("tests/module/test_rests.py",),
     ),
     Mutant(
+        "a list that runs add to is left out of the key, whatever code reads of it",
+        "guard/plain_state.py",
+        "is_old_list = name in self._lists and name not in self._appeared",
+        "is_old_list = False",
+        ("tests/module/test_plain_state.py",),
+    ),
+    Mutant(
+        "what other code adds to a dict during a rest counts as filled by runs",
+        "call/layouts.py",
+        "if self.plain.filled_by_others():",
+        "if False:",
+        ("tests/module/test_rests.py",),
+    ),
+    Mutant(
+        "a container that was left out of the key and is empty now has the key that it had",
+        "guard/plain_state.py",
+        "self._keys.clear()",
+        "pass",
+        ("tests/module/test_plain_state.py",),
+    ),
+    Mutant(
         "what runs change that were not looked at counts as other code's",
         "guard/plain_state.py",
         "self._is_unread = True",
@@ -996,7 +1017,7 @@ MUTANTS = [
     Mutant(
         "what other code sets during a rest counts as changed by runs",
         "guard/plain_state.py",
-        "(own if self._is_effect(place) else others)[place] = values",
+        "(own if self._is_effect(place) and place[0] not in by_others else others)[place] = values",
         "own[place] = values",
         ("tests/module/test_rests.py",),
     ),
