@@ -58,6 +58,12 @@ def test_an_engine_is_imported_without_its_probes_and_the_readers_of_python_stat
     """Who changes the engine need not read what looks on at its captures."""
     loaded = modules_after("from simplegraph import CudaGraphManager")
     probes = {"program.snapshot", "program.escapes", "program.host_modes", "program.observe", "device.inventory"}
-    probes |= {"manager.observation", "manager.touched", "manager.proof", "program.breaks.eager", "guard.functions"}
+    probes |= {
+        "manager.observation",
+        "manager.touched",
+        "manager.replay_proof",
+        "program.breaks.eager",
+        "guard.functions",
+    }
     assert "simplegraph.manager.capture" in loaded
     assert loaded & {f"simplegraph.{name}" for name in probes} == set()

@@ -15,7 +15,7 @@ from simplegraph.attention.cache import PagedKVCache
 from simplegraph.attention.layers import LayerBackend, current_backend
 from simplegraph.attention.metadata.batch_metadata import BatchMetadata
 from simplegraph.attention.metadata.batch_state import CommonMetadata
-from simplegraph.attention.metadata.reading import check_layer
+from simplegraph.attention.metadata.step_arrays import check_layer
 from simplegraph.base.errors import ConfigError, InputError
 from simplegraph.program.breaks.marks import eager_break
 

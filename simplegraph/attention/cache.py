@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from simplegraph.attention.metadata.reading import check_counts
+from simplegraph.attention.metadata.step_arrays import check_counts
 from simplegraph.base.errors import ConfigError, InputError
 from simplegraph.fused.choice import chosen_operators, triton_runs
 

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from simplegraph.attention.layers import BackendGroup, LayerBackend, serving_layers
-from simplegraph.attention.metadata.reading import Ints, Pages, int64s
+from simplegraph.attention.metadata.step_arrays import Ints, Pages, int64s
 from simplegraph.attention.recurrent.states import StateMetadata
 from simplegraph.base.config import CudaGraphMode
 from simplegraph.base.errors import ConfigError, InputError

@@ -1,13 +1,13 @@
 """A call of a wrapped module, from its arguments to its outputs.
 
-call        the call, its layout, and everything learnt about a signature
-layouts     the table of the layouts of all calls, by which calls are served or refused
-signature   the leaves of the arguments, their names and batch dimensions
-inputs      static inputs, which graphs read
-plan        binds arguments, replays, and returns the outputs; refuses single calls
-outputs     how outputs follow the batch size, and which of them share memory
-entries     entries that a forward sets in its arguments that are mappings, such as TensorDicts: further outputs
-memory      the memory that a forward reads and writes beside its arguments, and changes of its arguments
+call             the call, its layout, and everything learnt about a signature
+layouts          the table of the layouts of all calls, by which calls are served or refused
+signature        the leaves of the arguments, their names and batch dimensions
+inputs           static inputs, which graphs read
+plan             binds arguments, replays, and returns the outputs; refuses single calls
+outputs          how outputs follow the batch size, and which of them share memory
+entries          entries that a forward sets in its arguments that are mappings, such as TensorDicts: further outputs
+external_memory  the memory that a forward reads and writes beside its arguments, and changes of its arguments
 
 Calls with the same signature (dtypes, trailing shapes, constants, settings) share a `Binding`. Calls of a binding that
 also pass their arguments in the same way (by position or keyword, nested alike) share a `CallLayout`. Each layout has a

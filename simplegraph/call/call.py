@@ -35,14 +35,14 @@ from simplegraph.call.inputs import (
 from simplegraph.call.outputs import OutputShapes, unreturnable
 from simplegraph.call.signature import CallReader, Signature
 from simplegraph.guard.carried import CarriedTensors
-from simplegraph.guard.effects import CountedState
 from simplegraph.guard.plain_state import PlainState
+from simplegraph.guard.python_effects import CountedState
 from simplegraph.guard.survey import Survey
 from simplegraph.guard.torch_state import autograd_hindrance
 from simplegraph.manager.lifecycle import SignatureRecord
 from simplegraph.manager.table import ProgramTable
+from simplegraph.program.breaks.break_calls import BreakRows, BreakTrace, trace_between
 from simplegraph.program.breaks.rows import alike_rows, rows_between
-from simplegraph.program.breaks.step import BreakRows, BreakTrace, trace_between
 from simplegraph.program.host_modes import HostArguments
 from simplegraph.program.observe import MemoryObserver, NumbersBySize, NumbersSeen
 from simplegraph.program.program import Program

@@ -1,10 +1,10 @@
 """The devices of graphs: a GPU, by torch.cuda.CUDAGraph, or the CPU, by an emulator with CUDA's rules.
 
-protocol    `GraphDevice`: the operations that captures and replays need of a device
-inventory   asks the driver which memory captured graphs touch
-select      the `GraphDevice` of a torch device
-cuda        the GPU. CUDA is called here, and in `sleeping` for memory that sleeps
-emulator    the emulator, on CPU tensors
-memory      saves and restores memory and random generators that a run may change
-kernels     tells by a kernel's name which library launches it
+protocol     `GraphDevice`: the operations that captures and replays need of a device
+inventory    asks the driver which memory captured graphs touch
+select       the `GraphDevice` of a torch device
+cuda         the GPU. CUDA is called here, and in `sleeping` for memory that sleeps
+emulator     the emulator, on CPU tensors
+saved_state  saves and restores memory and random generators that a run may change
+kernels      tells by a kernel's name which library launches it
 """

@@ -23,11 +23,11 @@ from simplegraph.base.nested import flatten
 from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.base.tensors import has_address, parts, storage_key, wait_collectives
 from simplegraph.base.walk import names_in
+from simplegraph.call.external_memory import Undo
 from simplegraph.call.inputs import HostInput, batch_dim_of
-from simplegraph.call.memory import Undo
 from simplegraph.call.outputs import unreturnable
 from simplegraph.call.signature import CallReader, argument_rules, device_of
-from simplegraph.device.memory import SavedMemory, default_generator
+from simplegraph.device.saved_state import SavedMemory, default_generator
 from simplegraph.device.select import graph_device
 from simplegraph.doctor.parts_to_break import Obstacle, find_parts
 from simplegraph.doctor.trial_config import TrialConfig
@@ -35,11 +35,11 @@ from simplegraph.guard.functions import FunctionModule, GraphedFunction, check_f
 from simplegraph.guard.survey import HeldTensor, device_of_state, held_tensors
 from simplegraph.guard.values import shown_entry, value_key
 from simplegraph.manager.manager import MemoryEstimate
-from simplegraph.manager.proof import Effects, cloned, first_difference
+from simplegraph.manager.replay_proof import Effects, cloned, first_difference
 from simplegraph.manager.stats import CaptureSummary
+from simplegraph.program.breaks.break_calls import BreakTrace, ResultChanged, same_results
 from simplegraph.program.breaks.eager import BreakTracer
 from simplegraph.program.breaks.marks import breaking_operators, inlining, name_of, recording_breaks
-from simplegraph.program.breaks.step import BreakTrace, ResultChanged, same_results
 from simplegraph.program.index_checks import IndexChecks
 from simplegraph.program.observe import MemoryObserver, NumbersBySize, NumbersSeen
 from simplegraph.serve.wrap import wrap

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from simplegraph.base.errors import ConfigError, SimpleGraphError
 from simplegraph.base.nested import flatten
 from simplegraph.base.reasons import SOON
-from simplegraph.device.memory import HostRandom, put_random_states, random_states
+from simplegraph.device.saved_state import HostRandom, put_random_states, random_states
 from simplegraph.doctor.trial_config import TrialConfig
 from simplegraph.doctor.turns import Way, in_turns
 from simplegraph.manager.stats import GraphStats, headline, merged_failures

@@ -5,18 +5,18 @@ replaced, graphs are captured again. A `Comparison` compares plain values (numbe
 call's key, and each set of values has graphs of its own. A place is a holder and a key in it, such as a module's
 attributes and "scale". A place is "moved" once it holds another object.
 
-guards        the tensors and objects that graphs read
-reading       `Reading` and `Comparison`: the check at every call
-links         the order in which a reading reads attributes and slots
-versions      the versions of dicts, which say when to read a dict again
-plain_state   the plain values that a call reads through Python, as a part of its key
-holders       finds the objects that hold plain values
-values        keys of plain values
-code_below    finds the code below a call by the names that it contains
-survey        lists all tensors and modules of a module, by name
-scripted      the state of TorchScript modules, which lies in C++
-torch_state   settings and modes of torch around a call
-functions     makes a module of a function, with the objects that it reaches
-carried       tensors that runs leave in attributes for later runs
-effects       Python state that a run changes
+guards          the tensors and objects that graphs read
+reading         `Reading` and `Comparison`: the check at every call
+links           the order in which a reading reads attributes and slots
+versions        the versions of dicts, which say when to read a dict again
+plain_state     the plain values that a call reads through Python, as a part of its key
+holders         finds the objects that hold plain values
+values          keys of plain values
+code_below      finds the code below a call by the names that it contains
+survey          lists all tensors and modules of a module, by name
+scripted        the state of TorchScript modules, which lies in C++
+torch_state     settings and modes of torch around a call
+functions       makes a module of a function, with the objects that it reaches
+carried         tensors that runs leave in attributes for later runs
+python_effects  Python state that a run changes
 """

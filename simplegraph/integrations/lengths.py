@@ -23,7 +23,7 @@ from simplegraph.call.outputs import unreturnable
 from simplegraph.call.signature import CallReader, argument_rules, device_of, prefixes
 from simplegraph.guard.guards import any_requires_grad
 from simplegraph.integrations.rehearsal import RunEffects, observe_run, rehearse
-from simplegraph.manager.proof import EXACT, difference, first_difference
+from simplegraph.manager.replay_proof import EXACT, difference, first_difference
 from simplegraph.manager.stats import CaptureSummary
 from simplegraph.serve.proof import first_distance
 

@@ -16,7 +16,7 @@ from simplegraph.base.reasons import SOON, Reason
 from simplegraph.call.signature import device_of
 from simplegraph.device.protocol import GraphPool
 from simplegraph.integrations.graphed_parts import GraphedParts
-from simplegraph.manager.proof import cloned, first_difference
+from simplegraph.manager.replay_proof import cloned, first_difference
 from simplegraph.serve.runner import CudaGraphWrapper
 from simplegraph.serve.wrap import graph_pool, wrap
 

@@ -1,6 +1,6 @@
 """Runs a module's forward once more beside a call, describes its effects, and undoes them.
 
-Replays are compared by `simplegraph.manager.proof.ReplayProof`; these runs have no graph.
+Replays are compared by `simplegraph.manager.replay_proof.ReplayProof`; these runs have no graph.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from simplegraph.base.nested import TreeSpec, flatten
 from simplegraph.base.reasons import Reason
 from simplegraph.base.tensors import has_address, parts, storage_key, wait_collectives
 from simplegraph.base.walk import tensors_in
-from simplegraph.call.memory import Undo
-from simplegraph.device.memory import SavedMemory, copy_limit, default_generator, put_random_states, random_states
+from simplegraph.call.external_memory import Undo
 from simplegraph.device.protocol import CAPTURE_LOCK
+from simplegraph.device.saved_state import SavedMemory, copy_limit, default_generator, put_random_states, random_states
 from simplegraph.device.select import graph_device
 from simplegraph.guard.survey import Survey, held_tensors
-from simplegraph.manager.proof import cloned, first_difference
+from simplegraph.manager.replay_proof import cloned, first_difference
 from simplegraph.program.observe import MemoryObserver, NumbersSeen
 from simplegraph.program.snapshot import Snapshot
 

@@ -21,8 +21,8 @@ from simplegraph.base.tensors import wait_collectives
 from simplegraph.device.protocol import GraphDevice
 from simplegraph.manager.stats import CaptureSummary
 from simplegraph.manager.table import OTHERS_TOO, CaptureJob, ProgramTable, on_all_ranks
+from simplegraph.program.breaks.break_calls import BreakTrace
 from simplegraph.program.breaks.marks import name_of
-from simplegraph.program.breaks.step import BreakTrace
 from simplegraph.program.probes import Probe, Run, Undone, around, undo
 from simplegraph.program.program import Program
 from simplegraph.program.session import CaptureSession

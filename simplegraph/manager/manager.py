@@ -298,7 +298,7 @@ class CudaGraphManager(Sleeps):
         capturing = self.device.is_capturing()
         if graph is not None and not capturing:
             if verify:
-                from simplegraph.manager.proof import prove_batch  # loaded only if needed
+                from simplegraph.manager.replay_proof import prove_batch  # loaded only if needed
 
                 job = CaptureJob(batch[:2], *batch[:2], bind_forward(forward, *batch[:2]))
                 with self.pool.lock:

@@ -18,8 +18,8 @@ from simplegraph.base.modes import autocast_cache
 from simplegraph.base.tensors import wait_collectives
 from simplegraph.manager.stats import CaptureSummary
 from simplegraph.manager.table import CaptureJob, Forward, Key, ProgramTable
+from simplegraph.program.breaks.break_calls import BreakTrace
 from simplegraph.program.breaks.marks import breaking_operators, recording_breaks
-from simplegraph.program.breaks.step import BreakTrace
 from simplegraph.program.escapes import PythonState
 from simplegraph.program.host_modes import HostArguments, HostCapture, HostWarmup
 from simplegraph.program.observe import MemoryObserver, observed_tensors

@@ -23,7 +23,7 @@ from simplegraph.device.protocol import GraphDevice, GraphPool, MemorySpan
 from simplegraph.distributed.ranks import SingleRank
 from simplegraph.manager.lifecycle import CapturedGraph, Event, SizeRecord
 from simplegraph.manager.stats import GraphCounters, GraphStats, joined_labels, merged_failures, origin, where_failed
-from simplegraph.program.breaks.step import BreakTrace, ResultChanged
+from simplegraph.program.breaks.break_calls import BreakTrace, ResultChanged
 from simplegraph.program.probes import Probe
 from simplegraph.program.program import Program
 from simplegraph.program.steady_reads import KnownTensors

@@ -16,10 +16,18 @@ from simplegraph.base.errors import BreakError, ReplayError
 from simplegraph.base.modes import Modes
 from simplegraph.base.nested import LEAF, TreeSpec, flatten, opened_once
 from simplegraph.base.tensors import wait_collectives
-from simplegraph.device.memory import default_generator, drew, random_states
 from simplegraph.device.protocol import CAPTURE_LOCK, GraphDevice, GraphPool, Mark, Segment, order_draws
+from simplegraph.device.saved_state import default_generator, drew, random_states
+from simplegraph.program.breaks.break_calls import (
+    Break,
+    BreakArguments,
+    BreakCall,
+    BreakRows,
+    BreakSite,
+    BreakTrace,
+    Cell,
+)
 from simplegraph.program.breaks.marks import name_of, recording_breaks
-from simplegraph.program.breaks.step import Break, BreakArguments, BreakCall, BreakRows, BreakSite, BreakTrace, Cell
 
 _KEPT_BYTES = 64 << 20  # up to this size, the results of a program's breaks are kept until a replay is over
 

@@ -20,10 +20,10 @@ from simplegraph.base.failures import capture_error
 from simplegraph.base.modes import autocast_cache
 from simplegraph.base.nested import flatten
 from simplegraph.base.tensors import is_wrapper, wait_collectives
-from simplegraph.device.memory import HostRandom, random_states
 from simplegraph.device.protocol import CAPTURE_LOCK, GraphDevice, GraphPool, Segment
+from simplegraph.device.saved_state import HostRandom, random_states
+from simplegraph.program.breaks.break_calls import Break, BreakTrace
 from simplegraph.program.breaks.marks import recording_breaks
-from simplegraph.program.breaks.step import Break, BreakTrace
 from simplegraph.program.probes import Probe, RecordedRun, Run
 from simplegraph.program.program import Program, SegmentRecorder
 

@@ -20,16 +20,16 @@ from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.base.tensors import storage_key
 from simplegraph.batch.sizes import BatchDescriptor
 from simplegraph.call.call import Binding, Call, is_copied
+from simplegraph.call.external_memory import MemoryInUse, Rehearsals, drawn_generators, held_generators, invoke_watched
 from simplegraph.call.inputs import HostArg, InputSet, shared_rows
-from simplegraph.call.memory import MemoryInUse, Rehearsals, drawn_generators, held_generators, invoke_watched
 from simplegraph.call.plan import Plan
 from simplegraph.call.signature import CallReader, differences
-from simplegraph.device.memory import SavedMemory, copy_limit, drew, random_states
 from simplegraph.device.protocol import CAPTURE_LOCK
+from simplegraph.device.saved_state import SavedMemory, copy_limit, drew, random_states
 from simplegraph.guard.carried import PlacesFoundError
-from simplegraph.guard.effects import ModuleState
 from simplegraph.guard.functions import FunctionModule, computes_gradients
 from simplegraph.guard.guards import CapturedState
+from simplegraph.guard.python_effects import ModuleState
 from simplegraph.guard.scripted import refused_script, settling_runs
 from simplegraph.guard.survey import Survey, device_of_state
 from simplegraph.manager.lifecycle import ModuleRecord, RowVerdict, SizeRecord, Stage
@@ -37,7 +37,7 @@ from simplegraph.manager.manager import CudaGraphManager
 from simplegraph.manager.observation import Observation, run_observed
 from simplegraph.manager.stats import CaptureSummary, where_failed
 from simplegraph.manager.table import CaptureJob
-from simplegraph.program.breaks.step import BreakTrace
+from simplegraph.program.breaks.break_calls import BreakTrace
 from simplegraph.program.escapes import kept_by
 from simplegraph.program.host_modes import HostArguments
 from simplegraph.program.observe import MemoryObserver

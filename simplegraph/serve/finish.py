@@ -13,9 +13,9 @@ from simplegraph.base.tensors import storage_key
 from simplegraph.call.call import Call
 from simplegraph.call.inputs import PLAIN_TENSORS
 from simplegraph.guard.functions import computes_gradients
+from simplegraph.program.breaks.break_calls import HOLD_MORE, Break, ResultChanged, shown
 from simplegraph.program.breaks.eager import FinishedBreaks
 from simplegraph.program.breaks.marks import breaking_operators
-from simplegraph.program.breaks.step import HOLD_MORE, Break, ResultChanged, shown
 
 
 def breaks_to_finish(builder: Any, call: Call, error: ResultChanged) -> FinishedBreaks:

@@ -13,11 +13,11 @@ from simplegraph.base.nested import flatten
 from simplegraph.base.reasons import Reason
 from simplegraph.base.tensors import wait_collectives
 from simplegraph.call.call import Call
-from simplegraph.call.memory import MemoryInUse, Undo, drawn_generators
+from simplegraph.call.external_memory import MemoryInUse, Undo, drawn_generators
 from simplegraph.call.plan import Plan
-from simplegraph.device.memory import SavedMemory
 from simplegraph.device.protocol import CAPTURE_LOCK
-from simplegraph.manager.proof import OTHER_OPERATORS, Effects, ReplayProof, by_least_precise, first_difference
+from simplegraph.device.saved_state import SavedMemory
+from simplegraph.manager.replay_proof import OTHER_OPERATORS, Effects, ReplayProof, by_least_precise, first_difference
 from simplegraph.program.index_checks import IndexChecks
 from simplegraph.program.observe import MemoryObserver
 

@@ -50,8 +50,8 @@ from simplegraph.guard.torch_state import (
 from simplegraph.manager.lifecycle import LASTING, ModuleRecord, Stage
 from simplegraph.manager.manager import CudaGraphManager, CudaGraphSettings, Unpack
 from simplegraph.manager.stats import CaptureSummary, GraphReport, GraphStats, register
+from simplegraph.program.breaks.break_calls import ResultChanged
 from simplegraph.program.breaks.marks import recording_breaks
-from simplegraph.program.breaks.step import ResultChanged
 from simplegraph.serve.builder import GraphBuilder
 from simplegraph.serve.proof import prove
 

@@ -35,7 +35,7 @@ from simplegraph.sleeping.cuda import CudaRegion
 from simplegraph.sleeping.emulated import EmulatedPool, EmulatedRegion
 from simplegraph.sleeping.graph_holders import Holder, RegionMap, holders_of, kept_awake
 from simplegraph.sleeping.regions import PARTS, AsleepError, MemoryRegion, Span, map_all
-from simplegraph.training.effects import optimizers_of
+from simplegraph.training.step_effects import optimizers_of
 
 _DOORS = {
     True: ("run", "replay", "capture", "memory_estimate"),

@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from simplegraph.attention.metadata.reading import check_counts
+from simplegraph.attention.metadata.step_arrays import check_counts
 from simplegraph.base.errors import InputError
 
 

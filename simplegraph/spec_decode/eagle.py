@@ -24,7 +24,7 @@ from torch import Tensor
 
 from simplegraph.attention.backend import AttentionBackend
 from simplegraph.attention.layers import attending
-from simplegraph.attention.metadata.reading import check_counts
+from simplegraph.attention.metadata.step_arrays import check_counts
 from simplegraph.base.config import CudaGraphMode
 from simplegraph.base.errors import ConfigError, InputError
 from simplegraph.batch.dispatch import Dispatch

@@ -20,7 +20,7 @@ from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.base.tensors import wait_collectives
 from simplegraph.call.call import Call
 from simplegraph.call.inputs import PLAIN_TENSORS, InputSet
-from simplegraph.guard.effects import PythonEffects
+from simplegraph.guard.python_effects import PythonEffects
 from simplegraph.guard.scripted import ScriptedAttributes
 from simplegraph.guard.survey import Survey
 from simplegraph.manager.table import CaptureJob

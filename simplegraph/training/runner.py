@@ -20,14 +20,14 @@ from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.batch.dispatch import Dispatch
 from simplegraph.batch.sizes import BatchDescriptor
 from simplegraph.call.call import Call
-from simplegraph.call.memory import drawn_generators
+from simplegraph.call.external_memory import drawn_generators
 from simplegraph.call.plan import NOTHING
-from simplegraph.device.memory import SavedMemory, put_random_states, random_states
 from simplegraph.device.protocol import CAPTURE_LOCK, GraphPool
+from simplegraph.device.saved_state import SavedMemory, put_random_states, random_states
 from simplegraph.distributed.ranks import SingleRank
 from simplegraph.manager.lifecycle import CapturedGraph
 from simplegraph.manager.manager import CudaGraphManager
-from simplegraph.manager.proof import Effects, ReplayProof
+from simplegraph.manager.replay_proof import Effects, ReplayProof
 from simplegraph.manager.stats import GraphReport, GraphStats
 from simplegraph.serve.proof import learn_writes
 from simplegraph.serve.runner import GraphRunner

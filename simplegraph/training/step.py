@@ -17,8 +17,8 @@ from simplegraph.fused.watched_steps import tell_written
 from simplegraph.guard.functions import GraphedFunction, P, R, check_function
 from simplegraph.manager.manager import CudaGraphSettings, Unpack
 from simplegraph.serve.wrap import wrap
-from simplegraph.training.effects import StepModule
 from simplegraph.training.optimizers import StepOptimizers
+from simplegraph.training.step_effects import StepModule
 
 
 class TrainStep(GraphedFunction[P, R]):

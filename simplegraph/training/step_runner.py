@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from simplegraph.serve.builder import GraphBuilder
 from simplegraph.serve.runner import GraphRunner
-from simplegraph.training.effects import StepPlan
+from simplegraph.training.step_effects import StepPlan
 
 
 class StepBuilder(GraphBuilder):

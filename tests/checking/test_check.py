@@ -327,7 +327,7 @@ def test_memory_that_is_too_large_for_a_proof_is_compared_nevertheless(device, m
         m.steps += 1
         return scaled(x) + m.weight[0]
 
-    monkeypatch.setattr("simplegraph.device.memory._LIMIT_BYTES", 4)
+    monkeypatch.setattr("simplegraph.device.saved_state._LIMIT_BYTES", 4)
     module = module_of(device, step)
     assert sg.check(module, rows(device)).capturable
 

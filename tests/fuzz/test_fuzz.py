@@ -64,7 +64,7 @@ MISTAKES: dict[str, tuple[tuple[str, ...], dict[str, Any], tuple[Any, ...], str,
     **{
         f"replays leave it out: {piece}": (
             *((piece,), {"mode": "PIECEWISE", "verify": 0}, CALLED),
-            *("simplegraph.program.breaks.step.Break.replay", lambda step: None),
+            *("simplegraph.program.breaks.break_calls.Break.replay", lambda step: None),
         )
         for piece in PIECES
         if "break" in piece
@@ -91,7 +91,7 @@ MISTAKES: dict[str, tuple[tuple[str, ...], dict[str, Any], tuple[Any, ...], str,
             {"capture_sizes": [4, 8]},
             (*CALLED, *IN_PLACE, ("change", "weight data"), *IN_PLACE, *IN_PLACE),
         ),
-        *("simplegraph.device.memory.SavedMemory.put", lambda memory, copies: None),
+        *("simplegraph.device.saved_state.SavedMemory.put", lambda memory, copies: None),
     ),
     "a layout is another one's": (
         *(("asks for strides",), {}, (*CALLED, ("call", 4, "no_grad", "transposed"))),

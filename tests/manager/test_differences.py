@@ -7,7 +7,7 @@ import types
 import pytest
 import torch
 
-from simplegraph.manager.proof import (
+from simplegraph.manager.replay_proof import (
     EXACT,
     OTHER_SIZE,
     Effects,

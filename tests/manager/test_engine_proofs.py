@@ -113,7 +113,7 @@ def test_more_state_than_can_be_copied_is_an_error_before_anything_runs(device, 
     engine = Engine(device)
     engine.manager.capture(engine.forward)
     runs = engine.runs
-    monkeypatch.setattr("simplegraph.device.memory._LIMIT_BYTES", 16)
+    monkeypatch.setattr("simplegraph.device.saved_state._LIMIT_BYTES", 16)
     with pytest.raises(sg.InputError, match="state has 128 bytes; at most 16"):
         engine.step(4, verify=True, state=[engine.cache])
     assert engine.runs == runs

@@ -150,7 +150,7 @@ def test_a_cache_outside_of_the_module_that_only_a_rehearsal_fills_stays_filled(
 
 
 def test_memory_that_is_too_much_to_copy_keeps_nothing_else_from_being_put_back(device, monkeypatch):
-    monkeypatch.setattr("simplegraph.device.memory._LIMIT_BYTES", 1 << 10)
+    monkeypatch.setattr("simplegraph.device.saved_state._LIMIT_BYTES", 1 << 10)
     pages, calls = torch.zeros(1 << 10, device=device), torch.zeros(1, device=device)
 
     class Decoder(nn.Module):

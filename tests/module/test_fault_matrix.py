@@ -17,11 +17,11 @@ import simplegraph as sg
 from simplegraph.call.inputs import InputSet
 from simplegraph.call.outputs import OutputShapes
 from simplegraph.call.plan import Plan
-from simplegraph.device.memory import SavedMemory
+from simplegraph.device.saved_state import SavedMemory
 from simplegraph.device.select import graph_device
 from simplegraph.guard.guards import CapturedState
 from simplegraph.manager.manager import CudaGraphManager
-from simplegraph.manager.proof import ReplayProof
+from simplegraph.manager.replay_proof import ReplayProof
 from simplegraph.manager.table import ProgramTable
 from simplegraph.program.observe import MemoryObserver
 from simplegraph.program.program import Program, SegmentRecorder

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import simplegraph as sg
 from simplegraph import Reason
-from simplegraph.device import memory
+from simplegraph.device import saved_state
 from simplegraph.integrations.lengths import SizeRule
 from tests.module.answers import reasons
 
@@ -187,7 +187,7 @@ def test_memory_is_written_once_a_call_wherever_it_is_and_however_large(
             return samples * 2
 
     if large:
-        monkeypatch.setattr(memory, "_LIMIT_BYTES", 4)
+        monkeypatch.setattr(saved_state, "_LIMIT_BYTES", 4)
     model = graphed(Counting(), device)
     for turn, length in enumerate((40, 50, 40, 50, 64, 30), start=1):
         model(torch.randn(4, length, device=device))

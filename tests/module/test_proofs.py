@@ -13,7 +13,7 @@ from run_log import run_log, unwatched
 from torch import nn
 
 import simplegraph as sg
-from simplegraph.device import memory
+from simplegraph.device import saved_state
 from simplegraph.device.select import graph_device
 from simplegraph.manager import table
 from simplegraph.serve import proof as proofs_of_calls
@@ -566,7 +566,7 @@ def test_a_replay_that_fails_is_a_difference(device, monkeypatch):
 
 
 def test_more_memory_than_may_be_copied_is_reported_as_unverified(device, monkeypatch):
-    monkeypatch.setattr(memory, "_LIMIT_BYTES", 16)
+    monkeypatch.setattr(saved_state, "_LIMIT_BYTES", 16)
     twins = Twins(device, accumulate, padding=False)
     twins.call(4, 4, 4)
     assert proofs(twins.model)[4].startswith("unverified")

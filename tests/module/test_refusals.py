@@ -14,8 +14,8 @@ from torch import Tensor, nn
 import simplegraph as sg
 from simplegraph.base.reasons import Reason
 from simplegraph.call.signature import CallReader
-from simplegraph.guard.effects import ModuleState
 from simplegraph.guard.guards import CapturedState
+from simplegraph.guard.python_effects import ModuleState
 from simplegraph.program.host_modes import HostMode
 from simplegraph.program.observe import MemoryObserver
 from tests.module.functions import graphed, rows

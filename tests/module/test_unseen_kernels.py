@@ -17,7 +17,7 @@ from unseen_kernel import JITFunction, launch, stand_in_triton
 
 import simplegraph as sg
 from simplegraph import Reason
-from simplegraph.device import memory
+from simplegraph.device import saved_state
 from simplegraph.device.emulator.device import emulator
 from simplegraph.program.probes import Run
 from simplegraph.program.session import CaptureSession
@@ -78,7 +78,7 @@ def test_an_input_that_only_such_a_kernel_writes_reaches_the_caller(verify: int,
 
 
 def test_inputs_too_large_to_compare_stay_eager_where_such_a_kernel_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "_LIMIT_BYTES", 4 * WIDTH * 4 - 1)
+    monkeypatch.setattr(saved_state, "_LIMIT_BYTES", 4 * WIDTH * 4 - 1)
     model = wrapped(Writes(), verify=0)
     serve(model, [4] * 4)
     assert model.graph_stats.replays == 0
@@ -299,7 +299,7 @@ def test_an_input_that_only_a_kernel_of_triton_writes_reaches_the_caller(
 ) -> None:
     kernels = stand_in_triton(monkeypatch)
     if not compared:
-        monkeypatch.setattr(memory, "_LIMIT_BYTES", 4 * WIDTH * 4 - 1)
+        monkeypatch.setattr(saved_state, "_LIMIT_BYTES", 4 * WIDTH * 4 - 1)
 
     class WritesByTriton(nn.Module):
         def forward(self, x: Tensor, counter: Tensor) -> Tensor:

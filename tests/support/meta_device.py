@@ -126,7 +126,7 @@ def use_meta_device(monkeypatch: pytest.MonkeyPatch) -> None:
         "simplegraph.base.extras.memory_sources", []
     )  # another test may have made memory that can sleep
     generator = torch.Generator()
-    for home in ("program.program", "call.memory"):
+    for home in ("program.program", "call.external_memory"):
         monkeypatch.setattr(f"simplegraph.{home}.default_generator", lambda device: generator)
     # No value can be copied from there to the CPU.
     monkeypatch.setattr(InputSet, "load_hosts", lambda self, padded: None)

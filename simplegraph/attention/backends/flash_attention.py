@@ -26,7 +26,7 @@ from simplegraph.attention.backends.flash_kernels import (
 from simplegraph.attention.cache import PagedKVCache
 from simplegraph.attention.metadata.batch_metadata import BatchMetadata
 from simplegraph.attention.metadata.batch_state import CommonMetadata
-from simplegraph.attention.metadata.reading import check_counts
+from simplegraph.attention.metadata.step_arrays import check_counts
 from simplegraph.base.config import AttentionCGSupport, CudaGraphMode
 from simplegraph.base.errors import ConfigError
 from simplegraph.base.reasons import explain_command

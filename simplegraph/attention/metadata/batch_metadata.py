@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from simplegraph.attention.metadata.batch_state import BatchState, CommonMetadata, ContextShare
-from simplegraph.attention.metadata.reading import Bounds, Ints, Pages, StepArrays, dummy_step, int64s, read_step
+from simplegraph.attention.metadata.step_arrays import Bounds, Ints, Pages, StepArrays, dummy_step, int64s, read_step
 from simplegraph.base.errors import CaptureSizeError, InputError, ReplayError
 from simplegraph.device.select import graph_device
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from simplegraph.attention.layers import LayerBackend, current_backend
 from simplegraph.attention.metadata.batch_state import CommonMetadata
-from simplegraph.attention.metadata.reading import check_layer
+from simplegraph.attention.metadata.step_arrays import check_layer
 from simplegraph.attention.recurrent.states import StateCache, StateMetadata
 from simplegraph.base.errors import ConfigError, InputError
 from simplegraph.program.breaks.marks import eager_break

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from simplegraph.attention.metadata.batch_metadata import BatchMetadata
 from simplegraph.attention.metadata.batch_state import CommonMetadata
-from simplegraph.attention.metadata.reading import Ints, check_counts, check_layer, int64s
+from simplegraph.attention.metadata.step_arrays import Ints, check_counts, check_layer, int64s
 from simplegraph.base.errors import CaptureSizeError, ConfigError, InputError
 
 

@@ -26,7 +26,7 @@ from simplegraph.device.emulator.arena import (
     MemoryView,
     Streams,
 )
-from simplegraph.device.emulator.recording import EmulatedCapture
+from simplegraph.device.emulator.capture import EmulatedCapture
 from simplegraph.device.emulator.rules import COMPILED
 from simplegraph.device.protocol import GraphPool
 

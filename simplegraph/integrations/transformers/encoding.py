@@ -30,7 +30,7 @@ from simplegraph.integrations.lengths import (
 from simplegraph.integrations.rehearsal import RunEffects, observe_run, rehearse
 from simplegraph.integrations.transformers.graphed_model import GraphedModel, ModelStep, check_counts, named
 from simplegraph.integrations.transformers.refusals import check_model
-from simplegraph.manager.proof import first_difference
+from simplegraph.manager.replay_proof import first_difference
 from simplegraph.manager.stats import CaptureSummary
 from simplegraph.serve.wrap import check_unwrapped, wrap
 

@@ -25,8 +25,7 @@ from simplegraph.base.tensors import (
     wait_collectives,
     wants_grad,
 )
-from simplegraph.program.breaks.marks import name_of, recording_breaks
-from simplegraph.program.breaks.step import (
+from simplegraph.program.breaks.break_calls import (
     IN_THE_CALL,
     Argument,
     Break,
@@ -40,6 +39,7 @@ from simplegraph.program.breaks.step import (
     hand_on,
     memory_of,
 )
+from simplegraph.program.breaks.marks import name_of, recording_breaks
 from simplegraph.program.observe import MemoryObserver
 from simplegraph.program.program import Program
 

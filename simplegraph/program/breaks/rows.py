@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from simplegraph.program.breaks.marks import PaddedBreak, name_of
-from simplegraph.program.breaks.step import (
+from simplegraph.program.breaks.break_calls import (
     IN_THE_CALL,
     Argument,
     BreakRows,
@@ -20,6 +19,7 @@ from simplegraph.program.breaks.step import (
     pass_view,
     same_value,
 )
+from simplegraph.program.breaks.marks import PaddedBreak, name_of
 
 
 def rows_between(one: tuple[int, BreakTrace], other: tuple[int, BreakTrace]) -> list[BreakRows | None] | str:

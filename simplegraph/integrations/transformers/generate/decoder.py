@@ -22,7 +22,7 @@ from simplegraph.integrations.transformers.generate.cache.layers import CacheLay
 from simplegraph.integrations.transformers.generate.cache.store import CacheStore
 from simplegraph.integrations.transformers.generate.launch import Launch
 from simplegraph.integrations.transformers.generate.token_step import POSITIONS, SHORTEN_MASK, masks_source
-from simplegraph.manager.proof import EXACT, TOLERANCE, by_least_precise, difference
+from simplegraph.manager.replay_proof import EXACT, TOLERANCE, by_least_precise, difference
 from simplegraph.manager.stats import CaptureSummary
 
 _SMALLEST_SPAN = 256  # positions; attending to fewer saves no time

@@ -15,13 +15,13 @@ from transformers.cache_utils import DynamicCache
 from simplegraph.base.context import CALLS
 from simplegraph.base.failures import user_location
 from simplegraph.base.nested import flatten
-from simplegraph.call.memory import Undo
-from simplegraph.device.memory import default_generator, drew, random_states
+from simplegraph.call.external_memory import Undo
+from simplegraph.device.saved_state import default_generator, drew, random_states
 from simplegraph.integrations.rehearsal import observe_run
 from simplegraph.integrations.transformers.generate.cache.layers import PLAIN
 from simplegraph.integrations.transformers.generate.decoder import ON_THE_WAY
 from simplegraph.integrations.transformers.graphed_model import ModelStep
-from simplegraph.manager.proof import first_difference
+from simplegraph.manager.replay_proof import first_difference
 
 _LENGTHS = (64, 256)  # that prompts are padded to; a GPU takes about as long for fewer tokens
 _MOST_TOKENS = 512  # of a padded batch; for more, the GPU takes longer than Python

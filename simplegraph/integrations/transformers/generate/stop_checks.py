@@ -22,7 +22,7 @@ from transformers import GenerationMixin, LogitsProcessorList
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from simplegraph.base.reasons import CannotBind, Reason
-from simplegraph.device.memory import default_generator, put_random_states, random_states
+from simplegraph.device.saved_state import default_generator, put_random_states, random_states
 from simplegraph.fused.layers.provable import is_of_library, with_names
 from simplegraph.integrations.transformers.generate.launch import Launch, RowState, ignored_tokens, processors_between
 from simplegraph.integrations.transformers.generate.served import ServedGeneration

@@ -17,8 +17,8 @@ from simplegraph.base.failures import MODE_OUTSIDE
 from simplegraph.base.nested import ATOMS
 from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.base.tensors import storage_key
-from simplegraph.device.memory import HostRandom, is_global_generator
 from simplegraph.device.protocol import GraphDevice, GraphPool
+from simplegraph.device.saved_state import HostRandom, is_global_generator
 from simplegraph.guard.carried import CarriedPlace, PlacesFoundError, places_in
 from simplegraph.guard.functions import FunctionModule
 from simplegraph.guard.scripted import scripted_state

@@ -17,8 +17,15 @@ from simplegraph.base.errors import BreakError, InputError, VerificationError
 from simplegraph.base.nested import constant_key, flatten
 from simplegraph.base.reasons import Reason
 from simplegraph.base.tensors import is_wrapper, lies_at, storage_key, wait_collectives
-from simplegraph.device.memory import SavedMemory, copy_limit, default_generator, drew, put_random_states, random_states
 from simplegraph.device.protocol import CAPTURE_LOCK
+from simplegraph.device.saved_state import (
+    SavedMemory,
+    copy_limit,
+    default_generator,
+    drew,
+    put_random_states,
+    random_states,
+)
 from simplegraph.manager.lifecycle import CapturedGraph
 from simplegraph.manager.stats import GraphCounters
 from simplegraph.manager.table import CaptureJob, ProgramTable

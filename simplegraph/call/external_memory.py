@@ -18,7 +18,7 @@ from simplegraph.call.call import Call, is_copied
 from simplegraph.call.entries import as_dicts, states_of, written_mappings
 from simplegraph.call.inputs import PLAIN_TENSORS, ConstantArg, Spans, overlaps_itself
 from simplegraph.call.signature import CallReader
-from simplegraph.device.memory import (
+from simplegraph.device.saved_state import (
     HostRandom,
     SavedMemory,
     copy_limit,
