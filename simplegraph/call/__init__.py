@@ -1,7 +1,8 @@
 """A call of a wrapped module, from its arguments to its outputs.
 
 call             the call, its layout, and everything learnt about a signature
-layouts          the table of the layouts of all calls, by which calls are served or refused
+layouts          the table of the layouts of all calls
+refusals         which calls are refused, and when the module is looked at again
 signature        the leaves of the arguments, their names and batch dimensions
 inputs           static inputs, which graphs read
 plan             binds arguments, replays, and returns the outputs; refuses single calls

@@ -225,10 +225,6 @@ class ValueHolder:
         """Return the present container. May raise any exception if it can no longer be reached."""
         return self.container if self._find is None else self._find()
 
-    def is_list(self) -> bool:
-        """True for a list or a deque."""
-        return issubclass(type(self.find()), (list, collections.deque))
-
     def length(self) -> int:
         """Return the length of the container now; -1 if it can no longer be reached."""
         try:

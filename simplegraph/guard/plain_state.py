@@ -31,6 +31,7 @@ _MOST_VALUES = 5  # new values in a window of calls before a place is let go, or
 _REMEDY = "pass it as a tensor, keep it in a buffer, or rename it if the code has its name for something else"
 Entries = dict[Hashable, Any]  # by key, the key of a value, or the keys of its old and new value
 Changes = dict[Place, tuple[Hashable, Hashable]]
+_LISTS = (list, collections.deque)
 _WINDOW, _QUIET = 32, 256  # calls; after so many without a new value a place counts again
 
 
@@ -373,7 +374,8 @@ class PlainState:
         before, self._entries = self._entries, {holder.name: holder.entries for holder in holders.all}
         self._appeared = self._entries.keys() - before.keys()
         self._containers = {holder.name for holder in holders.all if holder.is_container}
-        self._lists = {holder.name for holder in holders.all if holder.is_container and holder.is_list()}
+        lists = (holder for holder in holders.all if holder.is_container and issubclass(type(holder.find()), _LISTS))
+        self._lists = {holder.name for holder in lists}
         self._objects = {holder.name for holder in holders.all if holder.owner is not None}
         self._keys_to = {holder.name: holder.keys for holder in holders.all}
         self._alive = alive

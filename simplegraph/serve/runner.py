@@ -27,7 +27,8 @@ from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.batch.dispatch import Dispatch
 from simplegraph.call.call import Call, Graphed, invoke
 from simplegraph.call.entries import WithEntries, put_entries, written_mappings
-from simplegraph.call.layouts import CallTable, Refusal
+from simplegraph.call.layouts import CallTable
+from simplegraph.call.refusals import Refusal
 from simplegraph.call.signature import Signature, device_of, differences
 from simplegraph.device.protocol import GraphPool
 from simplegraph.device.select import graph_device
@@ -309,9 +310,9 @@ class GraphRunner:
             return self.run_eagerly(module, args, kwargs, context.bypass)
         calls, layouts = self._calls, self._calls.layouts
         comparison = values = plan = layout = None
-        if calls.resting is not None and not self.carried.places:
+        if calls.refusals.resting is not None and not self.carried.places:
             batch, is_described = (None, False) if context is None else (context.batch, True)
-            refused = calls.rests(module, args, kwargs, batch, described=is_described)
+            refused = calls.refusals.rests(module, args, kwargs, batch, described=is_described)
             if refused is not None:
                 self.stats.ran_eagerly(refused.reason, refused.detail, refused.size)
                 with calls.plain.unread_run():
@@ -389,7 +390,7 @@ class GraphRunner:
             if error.reason is Reason.ALLOCATOR:
                 self._record.refuse(error.reason)
             if layout is not None and type(plan) is Refusal:
-                calls.note_refusal(plan, layout)
+                calls.refusals.note(plan, layout)
         except ResultChanged as error:
             return self._finish(module, args, kwargs, error)
         return self.run_eagerly(module, args, kwargs, *why, is_read=values is not None)
@@ -462,13 +463,13 @@ class GraphRunner:
         """Read a call that has no plan, and serve it, eagerly or by a graph. Raises CannotBind."""
         calls = self._calls
         if context is None:
-            calls.check_form(module, args, kwargs)
+            calls.refusals.check(module, args, kwargs)
         with self._lock:
             try:
                 builder, call = self._read(module, args, kwargs)
             except CannotBind as error:
                 if context is None:
-                    calls.refuse_form(module, args, kwargs, error)
+                    calls.refusals.remember(module, args, kwargs, error)
                 raise
             with builder.manager.pool.lock:
                 try:

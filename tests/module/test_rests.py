@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import simplegraph as sg
 from simplegraph.base.reasons import Reason
-from simplegraph.call.layouts import _LONGEST_REST, _SURE
+from simplegraph.call.refusals import _LONGEST_REST, _SURE
 from simplegraph.guard.plain_state import PlainState
 
 
