@@ -102,7 +102,6 @@ class PlainState:
         self.scripts: list[str] = []
         self._containers: set[str] = set()  # the names of holders that are containers
         self._lists: set[str] = set()  # the names of those that are lists or deques
-        self._appeared: set[str] = set()  # the names of holders that the latest look found first
         self._objects: set[str] = set()  # the names of holders that are the attributes of objects
         self._keys_to: dict[str, tuple[Any, ...] | None] = {}  # by the holder's name, the keys from a module to it
         self._entries: dict[str, Entries] = {}  # by the holder's name
@@ -298,7 +297,6 @@ class PlainState:
     def _look(self, module: Any) -> Changes:
         """Read the holders that moved since the last time; return the changes."""
         before, attributes = self._entries, own_dict(module) or {}
-        self._appeared = set()
         try:
             if not self._read_moved(module, attributes):
                 self._find(module)
@@ -371,8 +369,7 @@ class PlainState:
         holders = Holders(roots, module, gone, function, breaks=self._breaks, closed=self._closed)
         self._deaths, self._opened, self._code = holders.deaths, holders.opened, holders.code
         self._refused, self.scripts = holders.refused, holders.scripts
-        before, self._entries = self._entries, {holder.name: holder.entries for holder in holders.all}
-        self._appeared = self._entries.keys() - before.keys()
+        self._entries = {holder.name: holder.entries for holder in holders.all}
         self._containers = {holder.name for holder in holders.all if holder.is_container}
         lists = (holder for holder in holders.all if holder.is_container and issubclass(type(holder.find()), _LISTS))
         self._lists = {holder.name for holder in lists}
@@ -501,11 +498,12 @@ class PlainState:
         """True if all values are new, by keys that no code names, such as in a cache that is filled for each shape.
 
         Code asks a list for its length and all its items, so a list is filled only if code does nothing but add to it.
-        A list that is new itself is an item of what holds it.
+        A list in another container is an item of that: its name in code is none of its own.
         """
-        name, code = place[0], self._code
-        is_old_list = name in self._lists and name not in self._appeared
-        if is_old_list and not (code is not None and code.only_fills(name.rpartition(".")[2])):
+        (name, _), code = place, self._code
+        above, _, attribute = name.rpartition(".")
+        is_named_list = name in self._lists and above not in self._containers
+        if is_named_list and attribute.isidentifier() and not (code is not None and code.only_fills(attribute)):
             return False
         names = code.names if code is not None else ()
         return all(before is ABSENT and not (type(key) is str and key in names) for key, (before, _) in values.items())

@@ -375,7 +375,6 @@ def test_a_size_that_only_needs_a_warmup_of_its_own_is_captured_up_front(device:
     summary = model.capture_graphs(rows(3, device))
     assert summary.failed == {}
     assert summary.captured == len(SIZES)
-    module.tuned.clear()
     module.runs().clear()
     for size in (8, 4, 2, 1, 3):
         x = rows(size, device)

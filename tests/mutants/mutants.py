@@ -989,8 +989,8 @@ MUTANTS = [
     Mutant(
         "a list that runs add to is left out of the key, whatever code reads of it",
         "guard/plain_state.py",
-        "is_old_list = name in self._lists and name not in self._appeared",
-        "is_old_list = False",
+        "is_named_list = name in self._lists and above not in self._containers",
+        "is_named_list = False",
         ("tests/module/test_plain_state.py",),
     ),
     Mutant(
