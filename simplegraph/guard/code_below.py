@@ -179,7 +179,8 @@ class CodeBelow:
         return all(only_fills(code, name) for code in codes)
 
     def _add_class(self, kind: type, away: int) -> None:
-        for base in kind.__mro__:
+        metaclass: type = type(kind)
+        for base in (*kind.__mro__, *metaclass.__mro__):  # both have attributes of the class
             is_layer = not away and issubclass(base, nn.Module) and base is not nn.Module  # torch's own, too
             if id(base) in self.classes or (is_closed(base.__module__) and not is_layer):
                 continue

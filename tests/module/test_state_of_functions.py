@@ -287,3 +287,21 @@ def test_a_number_that_a_function_reads_counts_if_it_is_an_argument_of_a_partial
             held.value = 3.0 if call > 6 else 2.0
             x = torch.randn(2, 4)
             assert torch.equal(graphs(x), x * held.value)
+
+
+class Kind(type):
+    factor = 2.0
+
+
+class OfKind(metaclass=Kind):
+    pass
+
+
+@pytest.mark.parametrize("step", [lambda x: x * OfKind.factor, lambda x: x * Kind.factor])
+def test_an_attribute_of_a_metaclass_counts(step: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs: Any = sg.wrap(step, capture_sizes=[2], progress=False)
+    with torch.no_grad():
+        for call in range(12):
+            monkeypatch.setattr(Kind, "factor", 3.0 if call > 6 else 2.0)
+            x = torch.randn(2, 4)
+            assert torch.equal(graphs(x), x * Kind.factor)
