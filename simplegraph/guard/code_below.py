@@ -98,10 +98,18 @@ def is_packaged(code: types.CodeType) -> bool:
 
 
 def functions_in(value: Any) -> list[Any]:
-    """List the function that a value is, and the functions that it wraps."""
-    inner = () if not is_descriptor(type(value)) and not callable(value) else _INNER
-    candidates = (value, *(attribute_of(value, name) for name in inner))
-    return [candidate for candidate in candidates if issubclass(type(candidate), _FUNCTIONS)]
+    """List the functions that a value is, or wraps, at any depth; outer ones first."""
+    found: dict[int, Any] = {}
+    candidates = [value]
+    for candidate in candidates:  # the list grows meanwhile
+        is_function = issubclass(type(candidate), _FUNCTIONS)
+        if id(candidate) in found or not (is_function or candidate is value):
+            continue
+        if is_function:
+            found[id(candidate)] = candidate
+        if is_descriptor(type(candidate)) or callable(candidate):
+            candidates += (attribute_of(candidate, name) for name in _INNER)
+    return list(found.values())
 
 
 @by_class
@@ -126,7 +134,7 @@ class CodeBelow:
         classes: the given classes, and classes that code names.
         files: by id, the dict of a file, and the names of its globals that count.
         cells: cells of closures, with the variable's name.
-        functions: functions whose code was read.
+        functions: functions whose code was read; own: those of users, which may wrap a library's, or be wrapped by it.
         eager_names: names that only eager breaks contain, which run eagerly whenever a graph is replayed.
     """
 
@@ -144,6 +152,7 @@ class CodeBelow:
         self.files: dict[int, tuple[dict[str, Any], set[str]]] = {}
         self.cells: list[tuple[str, types.CellType]] = []
         self.functions: list[types.FunctionType] = []
+        self.own: list[types.FunctionType] = []
         self._members: dict[str, list[tuple[Any, int]]] = collections.defaultdict(list)
         self._read: set[int] = set()
         # Functions to read, and the number of functions, classes and files that lead to each.
@@ -170,7 +179,8 @@ class CodeBelow:
         return all(only_fills(code, name) for code in codes)
 
     def _add_class(self, kind: type, away: int) -> None:
-        for base in kind.__mro__:
+        metaclass: type = type(kind)
+        for base in (*kind.__mro__, *metaclass.__mro__):  # both have attributes of the class
             is_layer = not away and issubclass(base, nn.Module) and base is not nn.Module  # torch's own, too
             if id(base) in self.classes or (is_closed(base.__module__) and not is_layer):
                 continue
@@ -201,17 +211,27 @@ class CodeBelow:
             return
         self._read.add(id(function))
         self.functions.append(function)
-        code = function.__code__
+        code, file = function.__code__, function.__globals__
+        is_library = is_closed(file.get("__name__"))
+        is_own = not (is_library and is_closed(function.__module__))
+        if is_own:
+            self.own.append(function)
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-            if not (is_closed(function.__module__) or only_fills(code, name)):
+            content = held_by(cell).get("cell_contents")
+            # What a library's decorator calls is the user's.
+            is_read = is_own or type(content) is functools.partial
+            if is_read and not only_fills(code, name):
                 self.cells.append((f"{function.__qualname__}.{name}", cell))
-            self._add(held_by(cell).get("cell_contents"), away)
-        if is_closed(function.__globals__.get("__name__")) and not is_closed(function.__module__):
+            self._add(content, away)
+        attributes = (value for key, value in vars(function).items() if key in names_of(code).all)
+        for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values(), *attributes):
+            self._add(value, away)
+        if is_library and is_own:
             return  # a decorator of a library
-        file, names = function.__globals__, names_in(code)
+        names = names_in(code)
         if "globals" in names:
             names = names | names_of(code).all
-        if not is_closed(file.get("__name__")):
+        if not is_library:
             self._add_globals(file, names & file.keys(), function, away)
         self.values |= names_of(code).values
         for name in names_of(code).all - self.names:
@@ -248,8 +268,10 @@ def _read_of_file(names: CodeNames, file: dict[str, Any]) -> set[str]:
     return {name for name in names.all & file.keys() if name in names.values or not issubclass(type(file[name]), ATOMS)}
 
 
-def _items_of_table(value: Any) -> Iterable[Any]:
-    """Return the items of a container of functions, such as a table of activations."""
-    if type(value) not in _TABLES or len(value) > MAX_WIDTH:
+def _items_of_table(member: Any) -> Iterable[Any]:
+    """Return the items of a container of functions, such as a table of activations, or the arguments of a partial."""
+    if issubclass(type(member), functools.partial):
+        return (*member.args, *member.keywords.values())
+    if type(member) not in _TABLES or len(member) > MAX_WIDTH:
         return ()
-    return list(value.values()) if type(value) is dict else list(value)
+    return list(member.values()) if type(member) is dict else list(member)

@@ -64,7 +64,7 @@ _ELSEWHERE = (Tensor, nn.Module, torch.Generator)  # classes of values that are 
 _OURS = "_simplegraph"  # the prefix of attributes that this library sets
 _IDENTIFIED = (types.MethodType, *SCRIPTS)  # classes of opened objects that are code
 # Types of values that may lead to code.
-_LEADING = frozenset({types.FunctionType, types.MethodType, dict, list, tuple, *ALIASES})
+_LEADING = frozenset({types.FunctionType, types.MethodType, functools.partial, dict, list, tuple, *ALIASES})
 _parts_of_code = operator.attrgetter("__code__", "__defaults__", "__kwdefaults__")
 _PARTS = object()  # the first item of the entry of a tuple whose values are not all plain
 _VALUES = frozenset({"LOAD_CONST", "LOAD_SMALL_INT", "LOAD_GLOBAL", "LOAD_FAST", "LOAD_FAST_BORROW"})
@@ -81,6 +81,11 @@ Place = tuple[str, Hashable]  # the name of a holder, and a key in it
 def _bound(method: types.MethodType) -> dict[str, Any]:
     """Return the object that a method is bound to, under its attribute's name."""
     return {"__self__": method.__self__}
+
+
+def _inner(static: staticmethod[..., Any]) -> dict[str, Any]:
+    """Return what a static method is made of, by name."""
+    return {"__func__": static.__func__}
 
 
 def _proxied(proxy: types.MappingProxyType[Any, Any]) -> dict[str, Any]:
@@ -101,7 +106,11 @@ def _in_thread(local: threading.local) -> dict[str, Any]:
     return dict(threading.local.__getattribute__(local, "__dict__"))
 
 
-_VIEWS: dict[type, Callable[[Any], dict[str, Any]]] = {types.MethodType: _bound, types.MappingProxyType: _proxied}
+_VIEWS: dict[type, Callable[[Any], dict[str, Any]]] = {
+    types.MethodType: _bound,
+    types.MappingProxyType: _proxied,
+    staticmethod: _inner,
+}
 _WITH_CONTEXT: dict[type, Callable[[Any], dict[str, Any]]] = {
     contextvars.ContextVar: _in_context,
     threading.local: _in_thread,
@@ -651,13 +660,13 @@ class Holders:
         holders += [ValueHolder(name, cell=cell, has_tensors=True) for name, cell in code.cells]
         holders += [
             ValueHolder(function.__qualname__, vars(function), counts=counts, has_tensors=True)
-            for function in code.functions
-            if vars(function) and not is_closed(function.__module__)
+            for function in code.own
+            if vars(function)
         ]
         holders += [
             ValueHolder(function.__qualname__, function=function, has_tensors=True)
-            for function in code.functions
-            if not (is_closed(function.__module__) or is_packaged(function.__code__))
+            for function in code.own
+            if not is_packaged(function.__code__)
         ]
         libraries = {str(base.__module__).partition(".")[0] for kind in self._classes for base in kind.__mro__}
         readers = {LIBRARY_SETTINGS[name]: None for name in sorted(LIBRARY_SETTINGS.keys() & libraries)}

@@ -485,10 +485,13 @@ class PlainState:
         self._leave_out()
 
     def _claim(self, changes: Changes) -> None:
-        """Leave out places that only eager breaks of a replay change; the key stays that of the values before."""
+        """Leave out places that only eager breaks of a replay change, unless code in graphs may read them.
+
+        The key stays that of the values before.
+        """
         counted: Changes = {}
         for place, values in self._by_effect(changes).items():
-            if place in self._counted:
+            if place in self._counted or (place not in self._effects and self._is_named(place)):
                 counted |= {(place[0], key): change for key, change in values.items()}
             else:
                 self._effects.add(place)

@@ -30,7 +30,8 @@ from simplegraph.serve.proof import first_distance
 _COST = 100.0  # the assumed time of a comparison, in calls
 _COMPARED = 2  # padded calls of a kind, with different lengths, that are compared before a call is served
 _TRIED = 8  # sizes that must be predicted correctly before predictions count
-_MAX_KINDS, _MAX_LENGTHS, _MAX_STRIDE, _MAX_COUNTED = 256, 512, 4096, 1 << 16
+MAX_KINDS = 256  # of calls
+_MAX_LENGTHS, _MAX_STRIDE, _MAX_COUNTED = 512, 4096, 1 << 16
 
 
 def wrong_since(served: int) -> str:
@@ -305,8 +306,9 @@ class PaddedCall:
 class LengthBuckets:
     """Pads calls of one module to captured lengths.
 
-    The first calls of each kind and captured length, and later ones from time to time, run without padding, after a
-    rehearsal of the padded call. If the results differ, or could differ, such calls run eagerly.
+    The first calls of each kind and captured length, with each state of Python, and later ones from time to time, run
+    without padding, after a rehearsal of the padded call. If the results differ, or could differ, such calls run
+    eagerly.
 
     Args:
         config: the settings, with the lengths and their dimensions.
@@ -328,12 +330,10 @@ class LengthBuckets:
             if set(call.lengths) == {call.padded}:
                 _count(server.stats.lengths, call)
                 return server.call(module, args, kwargs)
-            rule = self._rule(call.kind)
+            rule = self._rule((server.python_state(module), call.kind))
             rule.check()
         except CannotBind as error:
-            server.stats.name = module._get_name()
-            server.stats.ran_eagerly(error.reason, error.detail)
-            return invoke(module, args, kwargs)
+            return server.run_eagerly(module, args, kwargs, error.reason, error.detail)
         sizes = rule.sizes(call.lengths, call.padded)
         if sizes is None or rule.proofs.due(call.padded):
             return self._learn(server, rule, call, module, Reason.FIRST_CALL if sizes is None else Reason.PROOF)
@@ -367,7 +367,7 @@ class LengthBuckets:
         return call
 
     def _rule(self, kind: Hashable) -> OutputLengths:
-        if kind not in self._rules and len(self._rules) >= _MAX_KINDS:
+        if kind not in self._rules and len(self._rules) >= MAX_KINDS:
             self._rules.clear()
         return self._rules.setdefault(kind, OutputLengths(self.config.verify))
 
@@ -381,10 +381,12 @@ class LengthBuckets:
             padded = rehearse(module, functools.partial(invoke, module, *at), flatten(at)[0], device)
         except Exception as error:
             rule.refuse(f"{said}, it fails with {type(error).__name__}: {error}")
-            return invoke(module, *call.arguments)
+            with server.running(module):
+                return invoke(module, *call.arguments)
         again = flatten(call.at(call.padded))[0]
         written = [index for index in call.dims if difference(padded.arguments[index], again[index], tolerance=EXACT)]
-        run = observe_run(module, functools.partial(invoke, module, *call.arguments), device)
+        with server.running(module):
+            run = observe_run(module, functools.partial(invoke, module, *call.arguments), device)
         rule.learn(call.lengths, call.padded, run, padded)
         problem = "it writes to an argument that has the length" if written else call.unlike_in(run.outputs)
         problem = problem or unlike_effects(run, padded, chooses=call.declares_values)

@@ -395,6 +395,32 @@ class GraphRunner:
             return self._finish(module, args, kwargs, error)
         return self.run_eagerly(module, args, kwargs, *why, is_read=values is not None)
 
+    def python_state(self, module: Any) -> Hashable:
+        """Return what a call finds in Python, which is equal as long as the same graphs may serve it.
+
+        Raises:
+            CannotBind: it changes all the time.
+        """
+        calls = self._calls
+        state = None if calls.state_key is None else calls.state_key(module)
+        try:
+            values = calls.plain(module)
+            if values is None:  # another thread captures
+                with self._lock:
+                    values = calls.plain(module)
+        except CannotBind:
+            calls.plain.calls += 1
+            raise
+        try:
+            hash(state)
+        except TypeError:  # the call raises an error that names it
+            return values
+        return state, values
+
+    def running(self, module: Any) -> Any:
+        """Surround a run that is none of a call here, after its Python state was read; what changes, the run does."""
+        return self._calls.plain.run(module, is_read=True)
+
     def relearn(self) -> None:
         """Forget all calls: newly found places in which runs leave tensors are inputs of calls from now on."""
         with self._lock:

@@ -520,3 +520,55 @@ def test_items_that_a_forward_sets_are_set_in_the_callers_dict(device: torch.dev
         assert torch.equal(batch["hidden"], model.layer(batch["samples"]))
     assert reasons(model)["length_padding"] == 3
     assert "it sets items of an argument" in str(model.graph_report())
+
+
+class Attending(nn.Module):
+    """Attention over the length: padding reaches no real place while it looks back alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.causal, self.last = True, nn.Identity()
+
+    def forward(self, samples: Tensor) -> Tensor:
+        hidden = nn.functional.scaled_dot_product_attention(samples, samples, samples, is_causal=self.causal)
+        return self.last(hidden)
+
+
+class Centered(nn.Module):
+    """Takes the mean over the length off."""
+
+    def forward(self, samples: Tensor) -> Tensor:
+        return samples - samples.mean(1, keepdim=True)
+
+
+def _look_ahead(module: Any) -> None:
+    module.causal = not module.causal
+
+
+def _center(module: Any) -> None:
+    module.last = Centered() if type(module.last) is nn.Identity else nn.Identity()
+
+
+@pytest.mark.parametrize("change", [_look_ahead, _center])
+def test_padding_is_compared_again_once_python_state_changed(change: Any, device: torch.device) -> None:
+    module = Attending()
+    model = graphed(module, device, lengths=[8, 16])
+    for number in range(60):
+        if number in (25, 40):
+            change(module)
+        before = model.graph_stats.replays
+        assert_right(model, torch.randn(2, 3 + number % 5, WIDTH, device=device))
+    assert model.graph_stats.replays > before
+    assert reasons(model)["length_padding"] == 15 - 1  # the first one of them shows it
+
+
+def test_a_number_that_every_call_changes_is_no_padded_call(device: torch.device) -> None:
+    module = Attending()
+    module.scale = 1.0
+    module.last.register_forward_pre_hook(lambda _, args: (args[0] * module.scale,))
+    model = graphed(module, device, lengths=[8, 16])
+    for number in range(340):
+        module.scale = float(min(number, 40))
+        assert_right(model, torch.randn(2, 3 + number % 5, WIDTH, device=device))
+    assert reasons(model)["python_state"] > 200
+    assert model.graph_stats.replays > 5  # once it rested

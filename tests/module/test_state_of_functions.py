@@ -210,3 +210,98 @@ def test_a_partial_that_a_forward_stores_again_is_put_back() -> None:
     for call in range(6):
         x = torch.randn(2, 4)
         assert torch.equal(graphs(x), module.layer(x) + (1 if call else 4))
+
+
+class Scaler:
+    """An object whose method reads a number of it."""
+
+    def __init__(self) -> None:
+        self.factor = 2.0
+
+    def scaled(self, x: Tensor) -> Tensor:
+        return x * self.factor
+
+
+def _of_attribute(method: Any) -> Any:
+    def run(x: Tensor) -> Any:
+        return run.method(x)  # type: ignore[attr-defined]
+
+    run.method = method  # type: ignore[attr-defined]
+    return run
+
+
+def _of_static_method(method: Any) -> Any:
+    holder = type("Holder", (), {"called": staticmethod(method)})
+    return lambda x: holder.called(x)
+
+
+def _of_default(method: Any) -> Any:
+    return lambda x, method=method: method(x)
+
+
+def _of_keyword(method: Any) -> Any:
+    return lambda x, *, method=method: method(x)
+
+
+def _of_object(method: Any) -> Any:
+    held = Box(functools.partial(method))
+    return lambda x: held.value(x)
+
+
+@pytest.mark.parametrize(
+    "leading",
+    [
+        functools.partial,
+        lambda method: functools.partial(lambda called, x: called(x), method),
+        lambda method: functools.partial(lambda x, called: called(x), called=method),
+        lambda method: torch.no_grad()(functools.partial(method)),
+        lambda method: functools.wraps(functools.partial(method))(lambda x: method(x)),
+        _of_attribute,
+        _of_static_method,
+        _of_default,
+        _of_keyword,
+        _of_object,
+    ],
+)
+def test_a_number_of_the_object_of_a_method_counts_whatever_leads_to_the_method(leading: Any) -> None:
+    scaler = Scaler()
+    function = leading(scaler.scaled)
+    graphs: Any = sg.wrap(function, capture_sizes=[2], progress=False)
+    with torch.no_grad():
+        for call in range(16):
+            scaler.factor = 3.0 if 6 <= call < 11 else 2.0
+            x = torch.randn(2, 4)
+            assert torch.equal(graphs(x), x * scaler.factor)
+    assert graphs.graph_stats.replays > 6
+
+
+def test_a_number_that_a_function_reads_counts_if_it_is_an_argument_of_a_partial() -> None:
+    held = Box(2.0)
+
+    def scaled(x: Tensor) -> Tensor:
+        return x * held.value
+
+    graphs: Any = sg.wrap(functools.partial(lambda called, x: called(x), scaled), capture_sizes=[2], progress=False)
+    with torch.no_grad():
+        for call in range(12):
+            held.value = 3.0 if call > 6 else 2.0
+            x = torch.randn(2, 4)
+            assert torch.equal(graphs(x), x * held.value)
+
+
+class Kind(type):
+    factor = 2.0
+
+
+class OfKind(metaclass=Kind):
+    pass
+
+
+@pytest.mark.parametrize("step", [lambda x: x * OfKind.factor, lambda x: x * Kind.factor])
+def test_an_attribute_of_a_metaclass_counts(step: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs: Any = sg.wrap(step, capture_sizes=[2], progress=False)
+    with torch.no_grad():
+        for call in range(12):
+            monkeypatch.setattr(Kind, "factor", 3.0 if call > 6 else 2.0)
+            x = torch.randn(2, 4)
+            assert torch.equal(graphs(x), x * Kind.factor)

@@ -19,6 +19,7 @@ from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.batch.sizes import default_sizes
 from simplegraph.device.protocol import GraphPool
 from simplegraph.integrations.lengths import (
+    MAX_KINDS,
     LengthProofs,
     added,
     cut_outputs,
@@ -68,7 +69,6 @@ class GraphedEncoder(GraphedModel):
         )  # kinds and lengths that get unpadded graphs when they come again
         self._keeps_masks = getattr(model.config, "_attn_implementation", None) != "sdpa"
         self._longest = 0  # length that came and that no captured one holds
-        self._pad_token = int(getattr(model.config, "pad_token_id", None) or 0)
         super().__init__(model, step, {"forward": self._forward})
 
     def capture(
@@ -162,7 +162,8 @@ class GraphedEncoder(GraphedModel):
         if rule is None or (rule.refusal is None and self._proofs.due((call.key, call.padded))):
             self.stats.ran_eagerly(Reason.FIRST_CALL if rule is None else Reason.PROOF, size=call.rows)
             observe = functools.partial(observe_run, self.model, functools.partial(forward, **given), self.model.device)
-            outputs, rule = self._compare(call, observe)
+            with self._step._graph_runner.running(self._step):
+                outputs, rule = self._compare(call, observe)
             self._keep(call, rule.after(self._proofs.compared((call.key, call.padded))))
             return outputs
         if rule.refusal is not None:
@@ -188,13 +189,15 @@ class GraphedEncoder(GraphedModel):
             self._longest = max(self._longest, length)
             said = f"the largest is {self._lengths[-1]}: add {self._longest} to lengths"
             raise CannotBind(Reason.LENGTH_TOO_LARGE, said)
-        values = tuple(sorted((name, repr(value)) for name, value in flags.items()))
+        state = self._step._graph_runner.python_state(self._step)
+        values = state, tuple(sorted((name, repr(value)) for name, value in flags.items()))
         whole = ((tuple(inputs), False, values), length) in self._refused
         padded = length if whole else self._lengths[bisect.bisect_left(self._lengths, length)]
         mask = inputs.get("attention_mask")
         if mask is not None and mask.shape != (rows, length):  # not a mask of tokens
             mask = None
-        full = _pad_inputs(inputs, rows, length, padded, self._pad_token)
+        pad_token = int(getattr(self.model.config, "pad_token_id", None) or 0)
+        full = _pad_inputs(inputs, rows, length, padded, pad_token)
         unmasked = padded == length and mask is not None and not self._keeps_masks and bool(mask.all())
         if unmasked:  # eager drops a mask that hides nothing, and uses other kernels then
             del full["attention_mask"]
@@ -217,6 +220,10 @@ class GraphedEncoder(GraphedModel):
         return run.outputs, call.rule(run, padded_run)
 
     def _keep(self, call: PaddedTokens, rule: LengthRule) -> None:
+        if len(self._rules) >= MAX_KINDS:
+            self._rules.clear()
+            self._refused.clear()
+            self._proofs = LengthProofs(self._step._graph_runner.config.verify)
         self._rules[call.key] = rule
         self._keeps_masks |= call.unmasked and rule.refusal is not None
 

@@ -446,3 +446,31 @@ def test_a_break_in_a_backward_is_part_of_the_graph_and_what_follows_is_too(devi
             replays = run.graph_stats.replays if graphed else 0
     torch.testing.assert_close(*weights)
     assert replays >= 2
+
+
+class Widening(nn.Module):
+    """Reads a number that its break changes once sums grow large."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = 1.0
+
+    @sg.eager_break
+    def look(self, x: Tensor) -> Tensor:
+        if x.sum().item() > 100:
+            self.factor += 1.0
+        return x + 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.look(x * self.factor) * 2
+
+
+def test_a_number_that_a_break_changes_counts_in_the_next_call_if_the_forward_reads_it(device: torch.device) -> None:
+    module = Widening()
+    model, factor = piecewise(module, device, capture_sizes=[4]), 1.0
+    for call in range(24):
+        x = torch.full((4, 4), 20.0 if call in (8, 14) else 0.5, device=device)
+        assert torch.equal(model(x), (x * factor + 1) * 2)
+        factor += call in (8, 14)
+        assert module.factor == factor
+    assert model.graph_stats.replays > 10

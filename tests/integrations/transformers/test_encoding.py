@@ -358,7 +358,8 @@ def test_outputs_that_are_pooled_along_the_length_are_not_cut(device: torch.devi
         for length in (10, 12, 10, 16, 16, 16):
             inputs = batch(4, length, device)
             assert_same(model(**inputs), plain(**inputs))
-        assert graphs.stats.eager[Reason.LENGTH_PADDING] == 2
+        # The model notes its latest length, and padding is compared again with each state.
+        assert graphs.stats.eager[Reason.LENGTH_PADDING] == 1
         assert "an output of shape (4, 5, 32) has shape (4, 8, 32)" in str(graphs.report())
 
 
@@ -507,3 +508,17 @@ def test_lengths_of_an_encoder_are_compared_again_now_and_then(
         assert_same(found, plain(**inputs))
         assert graphs.stats.eager[Reason.LENGTH_PADDING] > 0
         assert "calls ago, and answers since then may be wrong" in str(graphs.report())
+
+
+def test_a_changed_padding_token_counts_as_in_eager(device: torch.device) -> None:
+    """A classifier of whole texts looks for the last token that is no padding."""
+    config = tiny.COMMON | {"n_embd": 64, "n_layer": 2, "n_head": 4, "pad_token_id": 0, "use_cache": False}
+    make = transformers.GPT2ForSequenceClassification
+    plain, model = (tiny.build(lambda: make(transformers.GPT2Config(**config)), device) for _ in range(2))
+    with graph_encoder(model, lengths=[8, 16], capture_sizes=[2]) as graphs, torch.inference_mode():
+        for number in range(30):
+            plain.config.pad_token_id = model.config.pad_token_id = 5 if 8 <= number < 20 else 0
+            inputs = batch(2, 3 + number % 5, device)
+            del inputs["token_type_ids"]
+            assert_same(model(**inputs), plain(**inputs))
+        assert graphs.stats.replays > 8
