@@ -34,7 +34,7 @@ from simplegraph.device.protocol import GraphPool
 from simplegraph.device.select import graph_device
 from simplegraph.distributed.ranks import SingleRank
 from simplegraph.guard.carried import CarriedTensors
-from simplegraph.guard.functions import computes_gradients, decorated_mode
+from simplegraph.guard.functions import FunctionModule, computes_gradients, decorated_mode
 from simplegraph.guard.guards import any_requires_grad
 from simplegraph.guard.survey import device_of_state, dtype_of_products
 from simplegraph.guard.torch_state import (
@@ -401,8 +401,10 @@ class GraphRunner:
         Raises:
             CannotBind: it changes all the time.
         """
-        calls = self._calls
-        state = None if calls.state_key is None else calls.state_key(module)
+        calls, state_key = self._calls, self.config.state_key
+        if isinstance(module, FunctionModule):
+            module.refresh()
+        state = None if state_key is None else state_key(module)
         try:
             values = calls.plain(module)
             if values is None:  # another thread captures
