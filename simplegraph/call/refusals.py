@@ -30,28 +30,29 @@ _MOST_FORMS = 64
 _SURE, _LONGEST_REST = 16, 31  # refused calls before the first rest, and calls of the longest
 
 
+@dataclasses.dataclass(eq=False)
 class Refusals:
     """Remembers which calls of a module are refused.
 
-    Args:
-        plain: reads the plain values of calls.
-
     Attributes:
+        plain: reads the plain values of calls.
         reader: reads the module's calls; None before the first is read.
+        forms: refusals of calls before they are read, by the form of these calls.
         resting: the refusal of calls that run eagerly without a look at the module, and their layout if they have one;
             None at most times.
+        rest: calls that may follow without a look at the module.
     """
 
-    def __init__(self, plain: PlainState) -> None:
-        self.reader: CallReader | None = None
-        self.resting: tuple[Refusal | FormRefusal, CallLayout | None] | None = None
-        self._plain = plain
-        self._rest = 0  # calls
-        self._forms: dict[Hashable, FormRefusal] = {}  # by the form of calls that were refused before they were read
+    plain: PlainState
+    reader: CallReader | None = None
+    forms: dict[Hashable, FormRefusal] = dataclasses.field(default_factory=dict)
+    resting: tuple[Refusal | FormRefusal, CallLayout | None] | None = None
+    rest: int = 0
 
     def check(self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Refuse a call, before it is read, if calls of its form are refused. Raises CannotBind."""
-        if self._forms and (refusal := self._of_form(module, args, kwargs)) is not None:
+        refusal = self._of_form(module, args, kwargs)
+        if refusal is not None:
             self.note(refusal)
             raise CannotBind(*refusal.why)
 
@@ -61,7 +62,7 @@ class Refusals:
 
     def _of_form(self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> FormRefusal | None:
         """Find the refusal of calls of this form; None if there is none, or what was refused may have changed."""
-        refusal = self._forms.get(_form(module, args, kwargs))
+        refusal = self.forms.get(_form(module, args, kwargs))
         if refusal is None or refusal.num_observed != self._num_observed():
             return None
         return refusal if not refusal.wanting or _first_wants_grad(module) else None
@@ -70,10 +71,10 @@ class Refusals:
         """Remember why a call was refused before it was read, if all such calls are."""
         wanting = why.reason is Reason.GRAD and not why.detail and _first_wants_grad(module)
         if why.reason in _BY_FORM or wanting:
-            if len(self._forms) >= _MOST_FORMS:
-                self._forms.clear()
+            if len(self.forms) >= _MOST_FORMS:
+                self.forms.clear()
             refusal = FormRefusal((why.reason, why.detail, why.size), self._num_observed(), wanting)
-            self._forms[_form(module, args, kwargs)] = refusal
+            self.forms[_form(module, args, kwargs)] = refusal
 
     def note(self, refusal: Refusal | FormRefusal, layout: CallLayout | None = None) -> None:
         """Note that a call was refused again: after some, the next few such calls run without a look at the module.
@@ -83,7 +84,7 @@ class Refusals:
         """
         refusal.served += 1
         if refusal.served > _SURE:
-            self.resting, self._rest = (refusal, layout), min(refusal.served - _SURE, _LONGEST_REST)
+            self.resting, self.rest = (refusal, layout), min(refusal.served - _SURE, _LONGEST_REST)
 
     def rests(
         self,
@@ -99,14 +100,14 @@ class Refusals:
         if resting is None:
             return None
         refusal, layout = resting
-        self._rest -= 1
+        self.rest -= 1
         try:
-            if self._plain.filled_by_others():
+            if self.plain.filled_by_others():
                 return None
             if isinstance(refusal, FormRefusal):  # whatever ends it shows in the form
                 if not described and self._of_form(module, args, kwargs) is refusal:
                     raise CannotBind(*refusal.why)
-            elif layout is not None and self._rest >= 0:
+            elif layout is not None and self.rest >= 0:
                 leaves: Any = args if layout.positional == len(args) and not kwargs else layout.leaves(args, kwargs)
                 size = leaves[layout.anchor].shape[layout.anchor_dim] if layout.anchor >= 0 else int(leaves is not None)
                 is_such = module.training is layout.training

@@ -490,7 +490,7 @@ class GraphRunner:
     ) -> Any:
         """Read a call that has no plan, and serve it, eagerly or by a graph. Raises CannotBind."""
         calls = self._calls
-        if context is None:
+        if context is None and calls.refusals.forms:
             calls.refusals.check(module, args, kwargs)
         with self._lock:
             try:

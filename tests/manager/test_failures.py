@@ -384,6 +384,20 @@ def test_a_size_that_only_needs_a_warmup_of_its_own_is_captured_up_front(device:
     assert not model.graph_stats.eager
 
 
+def test_what_other_code_empties_is_filled_again_and_graphs_serve_once_it_stays(device: torch.device) -> None:
+    module = NeedsWarmup().eval()
+    model = sg.wrap(module, capture_sizes=SIZES, progress=False)
+    model.capture_graphs(rows(3, device))
+    module.tuned.clear()
+    for _ in range(60):  # five sizes fill it, which are more new values than are waited for at once
+        replays = model.graph_stats.replays
+        for size in (8, 4, 2, 1, 3):
+            x = rows(size, device)
+            assert torch.equal(model(x), x * 2)
+    assert sorted(module.tuned) == [1, 2, 3, 4, 8]
+    assert model.graph_stats.replays == replays + 5
+
+
 def test_a_size_that_needs_a_warmup_of_its_own_is_captured_lazily(device: torch.device) -> None:
     model = sg.wrap(NeedsWarmup().eval(), capture_sizes=SIZES, progress=False)
     for _ in range(4):

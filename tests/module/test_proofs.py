@@ -1060,6 +1060,25 @@ def test_breaks_that_padding_rows_change_in_number_or_result_stop_padding(device
             torch.testing.assert_close(model(x), function(x))
 
 
+def test_a_number_that_a_forward_reads_past_torch_is_never_an_earlier_calls(no_grad):
+    """As code of an extension may, on the emulator; the recording sees other rows than the call that proves it."""
+
+    class Reads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.l = nn.Linear(8, 8)
+
+        def forward(self, x):
+            return self.l(x) * ctypes.c_float.from_address(x.data_ptr()).value
+
+    net = Reads().eval()
+    model = sg.wrap(net, capture_sizes=[3], progress=False)
+    for _ in range(6):
+        x = torch.randn(3, 8)
+        torch.testing.assert_close(model(x), net.l(x) * x[0, 0])
+    assert model.graph_stats.eager[sg.Reason.CAPTURE_FAILED] >= 3
+
+
 @pytest.mark.parametrize(("rows", "size"), [(1, 1), (3, 4), (4, 4)])
 def test_what_a_forward_computes_in_another_thread_is_never_an_earlier_calls(device, rows, size):
     class Threaded(nn.Module):

@@ -410,14 +410,20 @@ def test_a_tensor_that_is_added_where_a_forward_asks_for_it_is_noticed(device):
     assert model.graph_stats.replays
 
 
-def test_a_reading_tells_an_added_attribute(device):
-    module = nn.Linear(WIDTH, WIDTH, device=device).eval()
+def reading_of(module, device):
+    """Return the reading of a module that replays."""
     model = sg.wrap(module, capture_sizes=[4], progress=False)
     with torch.no_grad():
         for _ in range(4):
             model(torch.randn(4, WIDTH, device=device))
     reading = model._graph_runner.builder.state.reading
     assert reading.same(vars(module))
+    return reading
+
+
+def test_a_reading_tells_an_added_attribute(device):
+    module = nn.Linear(WIDTH, WIDTH, device=device).eval()
+    reading = reading_of(module, device)
     module.note = 1
     assert not reading.same(vars(module))
 
@@ -435,11 +441,6 @@ def test_a_replaced_buffer_without_an_address_is_noticed(device):
             return self.linear(x)
 
     module = Masked().eval()
-    model = sg.wrap(module, capture_sizes=[4], progress=False)
-    with torch.no_grad():
-        for _ in range(4):
-            model(torch.randn(4, WIDTH, device=device))
-    reading = model._graph_runner.builder.state.reading
-    assert reading.same(vars(module))
+    reading = reading_of(module, device)
     module.mask = torch.zeros(WIDTH, WIDTH, device=device).to_sparse()
     assert not reading.same(vars(module))

@@ -968,7 +968,7 @@ MUTANTS = [
     Mutant(
         "calls that are refused are never looked at again",
         "call/refusals.py",
-        "elif layout is not None and self._rest >= 0:",
+        "elif layout is not None and self.rest >= 0:",
         "elif layout is not None:",
         ("tests/module/test_rests.py",),
     ),
@@ -996,7 +996,7 @@ MUTANTS = [
     Mutant(
         "what other code adds to a dict during a rest counts as filled by runs",
         "call/refusals.py",
-        "if self._plain.filled_by_others():",
+        "if self.plain.filled_by_others():",
         "if False:",
         ("tests/module/test_rests.py",),
     ),
