@@ -145,6 +145,8 @@ class OperatorFacts(NamedTuple):
         multiplies_groups: True if it multiplies rows by one matrix for each group, such as experts: the rounding then
             depends on the size of a group.
         adds_in_any_order: True if a GPU adds by atomics, so that equal runs may round differently.
+        may_fault: True unless it is known to run on a GPU whatever the values of its arguments are. An index that is
+            out of range or an assertion ends the process's use of the GPU.
         is_uninitialised: True if its results are uninitialised memory.
         reads_no_value: True if it returns a view of its argument, or reads only its shape, dtype and device.
         writes_all: True if it writes every element of the tensors that it writes to, whatever their values are.
@@ -159,6 +161,7 @@ class OperatorFacts(NamedTuple):
     may_solve: bool = False
     multiplies_groups: bool = False
     adds_in_any_order: bool = False
+    may_fault: bool = True
     is_uninitialised: bool = False
     reads_no_value: bool = False
     writes_all: bool = False
@@ -171,6 +174,32 @@ _MADE_OF_EIGEN = {"linalg_eigh", "linalg_eigvalsh", "linalg_matrix_rank", "linal
 _ADDING = {"scatter_add", "index_add", "scatter_reduce"}
 _UNINITIALISED = {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"}
 _FILLING = {"copy_", "fill_", "zero_"}
+# Beside pointwise operators and views. None of them takes an index or asserts; each may be in place.
+_NEVER_FAULTING = frozenset(
+    {
+        *_UNINITIALISED,
+        *("_to_copy", "to", "contiguous", "copy", "fill", "zero", "detach", "lift_fresh", "dropout", "alias_copy"),
+        *("zeros", "ones", "full", "arange", "linspace", "eye", "scalar_tensor", "cat", "stack", "repeat", "tile"),
+        *("reshape", "_unsafe_view", "flatten", "unflatten", "flip", "roll", "tril", "triu", "constant_pad_nd", "pad"),
+        *("reflection_pad1d", "reflection_pad2d", "replication_pad1d", "replication_pad2d", "pixel_shuffle"),
+        *("mm", "bmm", "addmm", "baddbmm", "mv", "dot", "matmul", "linear", "_addmm_activation", "einsum"),
+        *("conv1d", "conv2d", "conv3d", "convolution", "_convolution", "cudnn_convolution", "cudnn_convolution_relu"),
+        *("conv_transpose1d", "conv_transpose2d", "cudnn_convolution_transpose", "_conv_depthwise2d", "im2col"),
+        *("batch_norm", "native_batch_norm", "_native_batch_norm_legit_no_training", "cudnn_batch_norm"),
+        *("_batch_norm_impl_index", "layer_norm", "native_layer_norm", "group_norm", "native_group_norm"),
+        *("rms_norm", "_fused_rms_norm", "instance_norm", "linalg_vector_norm", "_weight_norm_interface"),
+        *("softmax", "_softmax", "log_softmax", "_log_softmax", "_safe_softmax", "glu", "prelu", "_prelu_kernel"),
+        *("hardswish", "channel_shuffle", "log_sigmoid_forward", "_cudnn_rnn", "_thnn_fused_lstm_cell"),
+        *("_thnn_fused_gru_cell", "scaled_dot_product_attention", "_scaled_dot_product_attention_math"),
+        *("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu"),
+        *("_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention"),
+        *("avg_pool1d", "avg_pool2d", "avg_pool3d", "max_pool1d", "max_pool2d", "max_pool2d_with_indices"),
+        *("adaptive_avg_pool1d", "adaptive_avg_pool2d", "_adaptive_avg_pool2d", "upsample_nearest1d"),
+        *("upsample_nearest2d", "upsample_linear1d", "upsample_bilinear2d", "upsample_bicubic2d"),
+        *("sum", "mean", "prod", "amax", "amin", "max", "min", "any", "all", "argmax", "argmin", "cumsum"),
+        *("var", "std", "var_mean", "std_mean", "logsumexp", "topk"),
+    }
+)
 _NUMERIC = ("Tensor", "number", "float")  # an operator's int is a dimension, a size or an index
 
 
@@ -193,6 +222,14 @@ def facts_of(func: Any) -> OperatorFacts:
         may_solve=name in _EIGEN | _MADE_OF_EIGEN,
         multiplies_groups="grouped_mm" in name,
         adds_in_any_order=name.removesuffix("_") in _ADDING,
+        may_fault=not (
+            func.namespace == "aten"
+            and (
+                is_view
+                or torch.Tag.pointwise in func.tags
+                or name.removesuffix("_") in _NEVER_FAULTING | _UNINITIALISED
+            )
+        ),
         is_uninitialised=name in _UNINITIALISED,
         reads_no_value=is_view or bare.endswith("_like") or bare.startswith(("new_", "empty", "sym_", "is_pinned")),
         writes_all=torch.Tag.pointwise in func.tags or name in _FILLING or name.startswith("_foreach_"),

@@ -77,6 +77,7 @@ class Binding(SignatureRecord):
         compared: names of inputs whose values were compared before and after an eager run.
         draws: True if the forward draws random numbers.
         differentiates: True if the forward computes under grad mode.
+        only_computes: True if no observed run wrote to memory of others, or ran what can fail because of a value.
         counted: Python state that every run changes, by padded size, since branches may depend on the rows.
         made: indices of outputs whose memory observed runs made.
         numbers: the Python numbers that runs passed to operators.
@@ -92,6 +93,7 @@ class Binding(SignatureRecord):
     counted: dict[int, CountedState] = dataclasses.field(default_factory=lambda: collections.defaultdict(CountedState))
     draws: bool = False
     differentiates: bool = False
+    only_computes: bool = True
     layouts: dict[TreeSpec, CallLayout] = dataclasses.field(default_factory=dict)
     traces: dict[int, BreakTrace] = dataclasses.field(default_factory=dict)
     break_rows: list[BreakRows | None] | None = None
@@ -197,6 +199,7 @@ class CallLayout:
         training: the mode of the module; hosted: True if some arguments are on the CPU, and the graph is on a GPU.
         plans: by batch size, or (batch size, description of the batch): a `Plan` that replays such calls, or a
             `Refusal` if they run eagerly.
+        launches_first: True if the plan of the latest replay may launch its graph before the next call is compared.
     """
 
     spec: TreeSpec
@@ -205,6 +208,7 @@ class CallLayout:
     binding: Binding
     training: bool = False
     plans: dict[Any, Any] = dataclasses.field(default_factory=dict)
+    launches_first: bool = dataclasses.field(default=False, init=False)
 
     def __post_init__(self) -> None:
         self.autocast, self.state, self.settings, self.modes, _, self.values = self.binding.signature.context

@@ -102,6 +102,7 @@ class GraphPool:
         managers: the managers whose graphs use it, if a manager made it; it is released when none has graphs.
         watched: True if the next captures must be able to list memory left alive, which takes milliseconds in a large
             pool.
+        shared: True if it was passed to a manager, so that others may use it.
     """
 
     device: GraphDevice
@@ -110,6 +111,7 @@ class GraphPool:
     lock: threading.RLock = dataclasses.field(default_factory=threading.RLock)
     managers: weakref.WeakSet[Any] = dataclasses.field(default_factory=weakref.WeakSet)
     watched: bool = True
+    shared: bool = False
 
 
 class Mark(Protocol):

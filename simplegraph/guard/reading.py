@@ -251,12 +251,50 @@ class Reading:
         except Exception:  # a survey finds the cause
             return None
 
-    def same(self, attributes: dict[str, Any], comparison: Comparison | None = None) -> bool:
+    def tensors(self, attributes: dict[str, Any]) -> Sequence[Any] | None:
+        """Read the module, and compare its tensors: where they are, and their layouts.
+
+        What reads them from these addresses finds memory of their sizes.
+
+        Returns:
+            What `same` needs; None if a tensor was moved, replaced or laid out anew, or cannot be read.
+        """
+        try:
+            sources = self._sources[0]
+            registries = [*map(attributes.__getitem__, REGISTRIES), *_chain(map(map, _READERS, sources.filled))]
+            values = self._values_of(*registries)
+            lengths = [len(values)]
+            if sources.leading is not None:
+                lengths += map(len, sources.leading.read([attributes, *sources.attributes], values))
+            if lengths != self._lengths:
+                return None
+            if self._with_gradients_at is not None:
+                values += map(_grad, self._with_gradients_at(values))
+            tensors = self._of(values) if self._is_more else self._tensors_at(values)
+            if _same_addresses is not None:
+                if not _same_addresses(list(tensors), self._addresses, self._indices):
+                    return None
+            elif list(map(Tensor.data_ptr, tensors)) != self._addresses:
+                return None
+            if self._is_again:
+                if not all(map(operator.is_, self._again(tensors), self._first(tensors))):
+                    return None
+                tensors = self._once(tensors)
+            check = self._checks.get((_is_inference_mode(), ANY_AUTOCAST()))
+            is_same = check.check(*tensors) if check is not None else self._same_layouts(tensors)
+            return (registries, values) if is_same else None
+        except Exception:  # a survey finds the cause
+            return None
+
+    def same(
+        self, attributes: dict[str, Any], comparison: Comparison | None = None, read: Sequence[Any] | None = None
+    ) -> bool:
         """True if nothing changed. State that cannot be read counts as changed.
 
         Args:
             attributes: the module's own attributes.
             comparison: the comparison that held for this call; None if there is none.
+            read: what `tensors` returned for this call; None to compare them now.
         """
         try:
             sources = self._sources[0]
@@ -271,15 +309,12 @@ class Reading:
                 self._handles = RemovableHandle.next_id
             moment = None if comparison is None else comparison.moment
             is_quiet = moment is not None and moment is self._moment  # no dict whose version was taken has changed
-            registries = self._registries(attributes)
-            values = self._values_of(*registries)
-            lengths = [len(values)]
-            if sources.leading is not None:
-                lengths += map(len, sources.leading.read([attributes, *sources.attributes], values))
-            if lengths != self._lengths:
+            # What is noted for a moment must be read after it.
+            if read is None or not (is_quiet or moment is None):
+                read = self.tensors(attributes)
+            if read is None:
                 return False
-            if self._with_gradients_at is not None:
-                values += map(_grad, self._with_gradients_at(values))
+            registries, values = read
             mark, *uncovered_before = sources.uncovered
             is_new = comparison is None or comparison.mark is not mark
             uncovered: list[SlotValues] = []
@@ -312,19 +347,6 @@ class Reading:
                 and version(attributes) == self._own_version
             )
             if not is_covered and not self._look(attributes, self._modules_at(values), comparison):
-                return False
-            tensors = self._of(values) if self._is_more else self._tensors_at(values)
-            if _same_addresses is not None:
-                if not _same_addresses(list(tensors), self._addresses, self._indices):
-                    return False
-            elif list(map(Tensor.data_ptr, tensors)) != self._addresses:
-                return False
-            if self._is_again:
-                if not all(map(operator.is_, self._again(tensors), self._first(tensors))):
-                    return False
-                tensors = self._once(tensors)
-            check = self._checks.get((_is_inference_mode(), ANY_AUTOCAST()))
-            if not (check.check(*tensors) if check is not None else self._same_layouts(tensors)):
                 return False
             if self._watched and not all(map(_is_same, self._watched)):
                 return False

@@ -137,6 +137,7 @@ class CudaGraphManager(Sleeps):
         self.pool = pool or self.device.new_pool()
         if pool is None or pool.managers:  # a pool that no manager made may have other uses
             self.pool.managers.add(self)
+        self.pool.shared = pool is not None
         self.ranks: SingleRank = ranks or SingleRank()
         self.support, self.stats = support, stats or GraphStats(name)
         self.table = ProgramTable(self.config, self.device, self.pool, self.ranks, support, self.stats)

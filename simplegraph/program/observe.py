@@ -320,6 +320,7 @@ class MemoryObserver(OperatorMode):
         blank: storage keys of memory that the run made, and that nothing has written yet.
         given: storage keys of all memory that operators were passed, if `after` is given.
         may_draw: True if an operator draws random numbers, or may draw some without declaring it.
+        may_fault: True if an operator may fail on a GPU because of a value; see `OperatorFacts`.
         differentiates: True if an operator outside of eager breaks ran under grad mode.
         rounds_by_group: True if an operator multiplies rows in groups, so that its rounding depends on their sizes.
         adds_in_any_order: True if an operator adds by atomics on a GPU.
@@ -353,6 +354,7 @@ class MemoryObserver(OperatorMode):
         self.blank: set[int] = set()
         self.given: set[int] = set()
         self.may_draw = self.rounds_by_group = self.adds_in_any_order = self.differentiates = False
+        self.may_fault = False
         self.refused: HostError | None = None
         self.left_by_break: dict[int, int] = {}
         self.uses_of_left: dict[int, str] = {}
@@ -417,6 +419,7 @@ class MemoryObserver(OperatorMode):
         self.may_draw = self.may_draw or facts.may_draw
         self.rounds_by_group = self.rounds_by_group or facts.multiplies_groups
         self.adds_in_any_order = self.adds_in_any_order or facts.adds_in_any_order
+        self.may_fault = self.may_fault or facts.may_fault
         if self._device is not None:
             if self._made_inside is None and not self._device.is_capturing():
                 self._refuse(_NOT_JOINED.format(func))

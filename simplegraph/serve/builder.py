@@ -287,6 +287,9 @@ class GraphBuilder:
     def keep_external(self, call: Call, observers: Sequence[MemoryObserver], inputs: set[int]) -> None:
         """Keep alive the memory that observed runs read, except inputs and tensors of the module; note their writes."""
         call.binding.differentiates |= any(observer.differentiates for observer in observers)
+        call.binding.only_computes &= not any(
+            observer.may_fault or observer.written or observer.launched or observer.unseen for observer in observers
+        )
         if call.carried.places:
             call.carried.note_read({key for observer in observers for key in observer.external} - inputs)
         unread = call.module.note_read(observers) if isinstance(call.module, FunctionModule) else set()

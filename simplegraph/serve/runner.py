@@ -310,6 +310,7 @@ class GraphRunner:
             return self.run_eagerly(module, args, kwargs, context.bypass)
         calls, layouts = self._calls, self._calls.layouts
         comparison = values = plan = layout = None
+        put_off: Any = None  # a comparison that is made only after the launch
         if calls.refusals.resting is not None and not self.carried.places:
             batch, is_described = (None, False) if context is None else (context.batch, True)
             refused = calls.refusals.rests(module, args, kwargs, batch, described=is_described)
@@ -323,11 +324,14 @@ class GraphRunner:
                 plain.calls += 1
                 # Another thread may clear the comparisons.
                 comparison = None if plain.must_look else next(iter(plain.comparisons), None)
-                if comparison is not None and comparison.key is not None and comparison.holds(vars(module)):
+                if comparison is not None and comparison.key is not None and layouts[0].launches_first:
+                    values, put_off = comparison.key, comparison
+                elif comparison is not None and comparison.key is not None and comparison.holds(vars(module)):
                     values = comparison.key
                 else:
                     values, comparison = plain(module), None
             # "continue": this layout cannot serve the call. After the last one, the call goes the slow way.
+            # "break": the call is compared before the launch after all.
             for layout in layouts:
                 # 1. The signature: nesting and batch size find the plan, which compares the rest as it binds.
                 leaves: Any = args if layout.positional == len(args) and not kwargs else layout.leaves(args, kwargs)
@@ -340,6 +344,10 @@ class GraphRunner:
                 # 2. What is around the call: autocast, settings, modes, hooks on all modules and Python state.
                 if plan is None or module.training is not layout.training:
                     continue
+                if put_off is not None and plan.compares_first:
+                    if not put_off.holds(vars(module)):
+                        values, comparison = plain(module), None
+                    put_off = None
                 autocast = autocast_dtype(layout.device_type) if ANY_AUTOCAST() else None
                 if autocast is not layout.autocast:
                     continue
@@ -367,13 +375,32 @@ class GraphRunner:
                 if wants and (plan.state.wants_grad() or any_requires_grad(leaves)):
                     continue
                 with plan.pool.lock:
-                    reading = plan.state.reading
-                    if reading is None or not reading.same(vars(module), comparison):
-                        continue  # the slow way finds what changed, and if it counts
-                    if not plan.graph.replays_until_proof or plan.is_capturing():
+                    reading, attributes = plan.state.reading, vars(module)
+                    if reading is None or not plan.graph.replays_until_proof or plan.is_capturing():
                         continue
+                    if put_off is not None:
+                        # The memory that the graph reads must be there. All else is compared while the graph runs.
+                        read = reading.tensors(attributes)
+                        if read is None:
+                            continue
+                        if plan.pool.shared or ((plan.lends or plan.inputs.handed_out) and plan.overwrites(copies)):
+                            plan.compare_first()
+                            break
+                        result = plan.replay(leaves, copies)
+                        if not (put_off.holds(attributes) and reading.same(attributes, put_off, read)):
+                            plan.take_back()
+                            break
+                        if layout is not layouts[0]:
+                            calls.put_first(layout)
+                        if type(result) is not WithEntries:
+                            return result
+                        return put_entries(result, written_mappings(args, kwargs))
+                    if not reading.same(attributes, comparison):
+                        continue  # the slow way finds what changed, and if it counts
                     if layout is not layouts[0]:
                         calls.put_first(layout)
+                    plan.compares_first -= plan.compares_first > 0
+                    layout.launches_first = not plan.compares_first
                     try:
                         result = plan.replay(leaves, copies)
                         if type(result) is not WithEntries:
@@ -382,9 +409,13 @@ class GraphRunner:
                     finally:
                         if plan.program.breaks:
                             calls.plain.claim(module)
-            mappings = written_mappings(args, kwargs)  # list them now: the run may put other mappings into them
-            result = self._call_slowly(module, args, kwargs, context)
-            return put_entries(result, mappings) if mappings else result
+            else:
+                values = None if put_off is not None else values
+                mappings = written_mappings(args, kwargs)  # list them now: the run may put other mappings into them
+                result = self._call_slowly(module, args, kwargs, context)
+                return put_entries(result, mappings) if mappings else result
+            plain.calls -= 1
+            return self.call(module, args, kwargs)
         except CannotBind as error:
             why = error.reason, error.detail, error.size
             if error.reason is Reason.ALLOCATOR:

@@ -1,0 +1,300 @@
+"""A graph may be launched before its call is compared: then a launch in vain changes nothing that anybody sees."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+import simplegraph as sg
+from tests.module.answers import close
+
+pytestmark = pytest.mark.usefixtures("no_grad")
+
+WIDTH, ROWS = 8, 4
+
+
+class Scaled(nn.Module):
+    """A layer and a number."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.scale = nn.Linear(WIDTH, WIDTH), 1.0
+
+    def forward(self, x):
+        return torch.relu(self.layer(x)) * self.scale
+
+
+class Looked(Scaled):
+    """Looks rows up in a table, below a place that a number moves."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.offset = nn.Embedding(16, WIDTH), 8
+
+    def forward(self, at):
+        return self.table(at + self.offset) * self.scale
+
+
+class Gathered(Looked):
+    def forward(self, at):
+        return self.table.weight[at + self.offset]
+
+
+class Counted(Scaled):
+    """Writes to a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x):
+        self.count += 1
+        return super().forward(x)
+
+
+class Drawn(Scaled):
+    def forward(self, x):
+        return super().forward(x) + torch.rand_like(x)
+
+
+class Written(Scaled):
+    """Writes to its input."""
+
+    def forward(self, x):
+        return super().forward(x.add_(1))
+
+
+def inputs(device, rows=ROWS):
+    return torch.randn(rows, WIDTH, device=device)
+
+
+def warm(module, device, example=inputs, calls=8, **settings):
+    """Wrap a module, and call it until graphs serve it."""
+    model = sg.wrap(module.to(device).eval(), capture_sizes=[ROWS], progress=False, **settings)
+    for _ in range(calls):
+        model(example(device))
+    assert model.graph_stats.replays
+    return model
+
+
+def in_vain(model):
+    return model.graph_stats.launched_in_vain
+
+
+def changed(model):
+    """Change the number, and return how many launches the next call makes in vain."""
+    model.scale += 1
+    before = in_vain(model)
+    x = inputs(model.layer.weight.device)
+    close(model(x), model.forward(x))
+    return in_vain(model) - before
+
+
+@pytest.mark.parametrize("outputs", ["clone", "static"])
+def test_a_changed_number_is_found_while_the_graph_runs(device, outputs):
+    model = warm(Scaled(), device, outputs=outputs)
+    replays, eager = model.graph_stats.replays, model.graph_stats.eager.total()
+    assert changed(model) == 1
+    # The launch in vain is no replay.
+    assert model.graph_stats.replays == replays
+    assert model.graph_stats.eager.total() == eager + 1
+
+
+def test_a_launch_in_vain_puts_off_no_proof(device):
+    model = warm(Scaled(), device, verify=16)
+    graph = next(iter(model.graph_manager.table.graphs.values()))
+    before = graph.replays_until_proof
+    assert changed(model) == 1
+    assert graph.replays_until_proof == before
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: m.layer.register_forward_hook(lambda *call: call[-1] + 1),
+        lambda m: setattr(m, "layer", nn.Linear(WIDTH, WIDTH).to(m.layer.weight.device)),
+        lambda m: setattr(m.layer, "forward", lambda x: x + 1),
+        lambda m: setattr(type(m), "extra", 1) or setattr(m, "scale", 3.0),
+        lambda m: m.layer.__dict__.update(training=True),
+    ],
+    ids=["hook", "layer", "forward", "class", "training"],
+)
+def test_other_changes_are_found_as_well(device, change):
+    model = warm(Scaled(), device)
+    change(model)
+    for _ in range(4):
+        x = inputs(device)
+        close(model(x), model.forward(x))
+
+
+MOVED = {
+    "data": lambda p: setattr(p, "data", p.data + 1),
+    "set_": lambda p: p.set_((p + 1).untyped_storage(), 0, p.shape, p.stride()),
+    "half": lambda p: setattr(p, "data", p.data[:, : WIDTH // 2]),  # at the same address
+    "turned": lambda p: setattr(p, "data", p.data.t()),
+}
+
+
+@pytest.mark.parametrize("kind", MOVED)
+def test_no_graph_is_launched_once_its_memory_moved(device, kind):
+    model = warm(Scaled(), device)
+    MOVED[kind](model.layer.weight)
+    x = inputs(device)[:, : model.layer.weight.shape[1]]
+    for _ in range(3):
+        close(model(x), model.forward(x))
+    assert in_vain(model) == 0
+
+
+def test_memory_that_was_given_back_is_not_read(device):
+    """On a GPU, reading it would end the process's use of the GPU."""
+    model = warm(Scaled(), device)
+    weight = model.layer.weight
+    weight.data = torch.empty(0, device=device)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    with pytest.raises(RuntimeError):
+        model(inputs(device))
+    weight.data = torch.ones(WIDTH, WIDTH, device=device)
+    x = inputs(device)
+    close(model(x), model.forward(x))
+    assert in_vain(model) == 0
+
+
+def test_storage_that_lost_its_memory_is_not_read(device):
+    model = warm(Scaled(), device)
+    storage = model.layer.weight.untyped_storage()
+    size, kept = storage.nbytes(), model.layer.weight.clone()
+    storage.resize_(0)
+    reading = model._graph_runner.builder.state.reading
+    assert reading.tensors(vars(model)) is None
+    storage.resize_(size)
+    model.layer.weight.copy_(kept)
+    x = inputs(device)
+    close(model(x), model.forward(x))
+    assert in_vain(model) == 0
+
+
+def test_a_static_output_that_is_passed_again_is_not_overwritten(device):
+    model = warm(Scaled(), device, outputs="static")
+    y = model(inputs(device))
+    expected = y.clone()
+    model.scale = 2.0
+    answer = model(y)
+    close(answer, model.forward(expected))
+    assert in_vain(model) == 0
+
+
+def test_a_static_input_that_is_passed_shifted_is_not_overwritten(device):
+    model = warm(Scaled(), device)
+    static = model.static_inputs()["x"]
+    static.copy_(inputs(device))
+    for _ in range(6):
+        model(static)
+    before = static.clone()
+    for scale, passed in ((2.0, slice(1, None)), (3.0, slice(None))):
+        model.scale = scale
+        close(model(static[passed]), model.forward(before[passed]))
+        close(static, before)
+
+
+@pytest.mark.parametrize("kind", [Looked, Gathered])
+def test_what_takes_an_index_is_compared_first(device, kind):
+    """On a GPU, an index that is out of range ends the process's use of the GPU."""
+    model = warm(kind(), device, lambda device: torch.randint(0, 8, (ROWS,), device=device))
+    model.offset = 0
+    at = torch.arange(12, 16, device=device)
+    for _ in range(4):
+        close(model(at), model.forward(at))
+    assert in_vain(model) == 0
+
+
+@pytest.mark.parametrize("kind", [Counted, Drawn, Written])
+def test_what_does_more_than_compute_is_compared_first(device, kind):
+    model = warm(kind(), device)
+    model.scale = 2.0
+    model(inputs(device))
+    assert in_vain(model) == 0
+    if kind is Counted:
+        assert int(model.count) == 9
+
+
+def test_wrappers_that_share_memory_are_compared_first(device):
+    pool = sg.graph_pool(device)
+    first, second = (sg.wrap(Scaled().to(device).eval(), capture_sizes=[ROWS], progress=False) for _ in range(2))
+    for model in (first, second):
+        model.use_graph_pool(pool)
+        for _ in range(8):
+            model(inputs(device))
+        assert model.graph_stats.replays
+        assert changed(model) == 0
+
+
+def test_a_wrapper_that_another_one_joins_is_compared_first(device):
+    first, second = warm(Scaled(), device, outputs="static"), sg.wrap(Scaled().to(device).eval(), capture_sizes=[ROWS])
+    second.use_graph_pool(first.graph_manager.pool)
+    second(inputs(device))
+    assert changed(first) == 0
+
+
+def test_calls_are_compared_first_after_launches_in_vain(device):
+    """Values that take turns cost 1 launch in vain, then in 2 calls, in 4, in 8."""
+    model = warm(Scaled(), device)
+    model.scale = 2.0
+    for _ in range(8):
+        model(inputs(device))
+    for call in range(256):
+        model.scale = 1.0 + call % 2
+        x = inputs(device)
+        close(model(x), model.forward(x))
+    assert 2 <= in_vain(model) <= 2 * 8 + 2
+
+
+def test_a_number_that_is_set_back_costs_nothing(device):
+    model = warm(Scaled(), device)
+    for _ in range(8):
+        model.scale = 2.0
+        model.scale = 1.0
+        x = inputs(device)
+        close(model(x), model.forward(x))
+    assert model.graph_stats.captures == 1
+
+
+def test_padded_calls(device):
+    model = warm(Scaled(), device, lambda device: inputs(device, ROWS - 1), calls=12)
+    model(inputs(device, ROWS))
+    for rows in (3, 3, 2, 4, 3):
+        x = inputs(device, rows)
+        close(model(x), model.forward(x))
+    model.scale = 4.0
+    for rows in (3, 3, 2, 4, 3):
+        x = inputs(device, rows)
+        close(model(x), model.forward(x))
+
+
+def test_numbers_that_a_thread_sets(device):
+    """Each answer has a scale that the number had during its call."""
+    model = warm(Scaled(), device)
+    x, stop = inputs(device), threading.Event()
+    unscaled = torch.relu(model.layer(x))
+
+    def turn():
+        while not stop.is_set():
+            model.scale = 3.0 - model.scale
+
+    thread = threading.Thread(target=turn)
+    thread.start()
+    try:
+        answers = [model(x) for _ in range(300)]
+    finally:
+        stop.set()
+        thread.join()
+    for answer in answers:
+        assert any(torch.allclose(answer, unscaled * scale, atol=1e-5) for scale in (1.0, 2.0))
+
+
+def test_debugging_compares_first(device):
+    model = warm(Scaled(), device, debug=True)
+    assert changed(model) == 0
