@@ -164,7 +164,11 @@ def _modules() -> list[Job]:
         Job("h200_training_shapes", _command("bench.training", *shapes)),
         Job("h200_optimized_autotuned", _command("bench.optimized", *autotuned, "--batches", "1")),
         Job("h200_compilers", _command("bench.optimized", "--arms", compilers, *at_once, "--batches", "1")),
-        Job("h200_sizes_in_turn", _command("bench.optimized", "--arms", in_turn, *at_once, "--in-turn", *sizes)),
+        Job(
+            "h200_sizes_in_turn",
+            _command("bench.optimized", "--arms", in_turn, *at_once, "--in-turn", *sizes),
+            ("optimized-in-turn",),
+        ),
     ]
 
 

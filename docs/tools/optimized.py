@@ -40,6 +40,20 @@ def models() -> str:
     return grid([*head, "optimized over compiled", "first call, optimized / compiled, s"], rows)
 
 
+def in_turn() -> str:
+    """Return the milliseconds of calls whose batch sizes take turns, and the seconds until all were called, by model."""
+    found = load("h200_sizes_in_turn")["rows"]
+    rows = []
+    for model, text in MODELS.items():
+        arms = found[f"{model} 1+2+4+8"]["arms"]
+        times = [f"{arms[arm]['ms']:.2f}" for arm in _ARMS]
+        ready = [f"{arms[arm]['ready_seconds']:.1f}" for arm in ("optimized", "compiled")]
+        ratio = arms["optimized"]["ms"] / arms["compiled"]["ms"]
+        rows.append([text, *times, f"{ratio:.2f}", " / ".join(ready)])
+    head = ["batch 1, 2, 4, 8 in turn", "eager, ms", "a graph, ms", "optimized, ms", "compiled, ms"]
+    return grid([*head, "optimized over compiled", "all are ready, optimized / compiled, s"], rows)
+
+
 def fused_operators() -> str:
     """Return the microseconds of an operator in a graph, and the seconds of its first use, by library."""
     rows, batches = [], ("1", "8", "64", "256")

@@ -608,6 +608,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "host-inputs": _host_inputs,
     "sleep": _sleep,
     "optimized": optimized.models,
+    "optimized-in-turn": optimized.in_turn,
     "fused-operators": optimized.fused_operators,
     "training": _training,
     "training-start": _training_start,

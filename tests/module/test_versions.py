@@ -575,6 +575,27 @@ def test_a_reading_keeps_no_container_once_a_submodule_is_gone(device):
     assert kept() is None
 
 
+@needs_versions
+def test_what_was_read_before_a_moment_is_not_noted_for_it(device):
+    """A graph is launched between the reading of tensors and the comparison; a thread may set a buffer meanwhile."""
+    module = nn.Sequential(nn.Linear(6, 6, device=device)).eval()
+    module[0].register_buffer("extra", None)
+    model = sg.wrap(module, capture_sizes=[4], progress=False)
+    for _ in range(5):
+        served(model, module, device)
+    comparison = model._graph_runner._calls.plain.comparisons[0]
+    reading, attributes = model._graph_runner.builder.state.reading, vars(model)
+    for _ in range(2):
+        assert comparison.holds(attributes)
+        assert reading.same(attributes, comparison, reading.tensors(attributes))
+    read = reading.tensors(attributes)
+    model[0].extra = torch.ones(6, device=device)
+    assert comparison.holds(attributes)
+    reading.same(attributes, comparison, read)  # of either outcome, since the call was under way
+    assert comparison.holds(attributes)
+    assert not reading.same(attributes, comparison, reading.tensors(attributes))
+
+
 @pytest.mark.skipif(versions.clock is None, reason="before Python 3.12 there is no clock of versions")
 def test_a_steady_call_reads_no_place_by_itself(device, places, monkeypatch):
     model = sg.wrap(places, capture_sizes=[4], progress=False)

@@ -33,6 +33,7 @@ AUDIT = ("tests/audit/test_faults.py",)
 DRAFTS = ("tests/spec_decode/test_acceptance.py",)
 SLEEPING = ("tests/sleeping/test_sleep.py",)
 SCRAPES = ("tests/integrations/test_prometheus.py",)
+FIRST = ("tests/module/test_launch_first.py",)
 ANSWERS = ("tests/module/test_padding.py", "tests/module/test_replay.py", "tests/module/test_outputs.py")
 
 
@@ -162,8 +163,8 @@ MUTANTS = [
     Mutant(
         "shapes and strides of weights are not compared before a replay",
         "guard/reading.py",
-        "if not (check.check(*tensors) if check is not None else self._same_layouts(tensors)):",
-        "if False:",
+        "is_same = check.check(*tensors) if check is not None else self._same_layouts(tensors)",
+        "is_same = True",
         STALE,
     ),
     Mutant(
@@ -1658,5 +1659,96 @@ MUTANTS = [
         "torch.where(scale > 0, (logits.float()",
         "torch.where(scale >= 1, (logits.float()",
         DRAFTS,
+    ),
+    Mutant(
+        "a graph whose memory is gone is launched",
+        "serve/runner.py",
+        "                        if read is None:\n                            continue\n",
+        "",
+        FIRST,
+    ),
+    Mutant(
+        "memory that wrappers share is overwritten in vain",
+        "serve/runner.py",
+        "if plan.pool.shared or (",
+        "if (",
+        FIRST,
+    ),
+    Mutant(
+        "a pool that another wrapper joins is not known to be shared",
+        "manager/manager.py",
+        "self.pool.shared = pool is not None",
+        "self.pool.shared = False",
+        FIRST,
+    ),
+    Mutant(
+        "arguments in static inputs are overwritten in vain",
+        "call/plan.py",
+        "        if sources and self.inputs.handed_out:\n            return True\n",
+        "",
+        FIRST,
+    ),
+    Mutant(
+        "static outputs that are passed again are overwritten in vain",
+        "call/plan.py",
+        "return any(self.device.in_pool(self.pool, source) for source in sources)",
+        "return False",
+        FIRST,
+    ),
+    Mutant(
+        "a graph that takes an index is launched in vain",
+        "serve/builder.py",
+        "observer.may_fault or ",
+        "",
+        FIRST,
+    ),
+    Mutant(
+        "a graph that writes to a buffer is launched in vain",
+        "serve/builder.py",
+        "or observer.written ",
+        "",
+        FIRST,
+    ),
+    Mutant(
+        "a graph that draws random numbers is launched in vain",
+        "call/plan.py",
+        "acts = call.binding.draws or ",
+        "acts = ",
+        FIRST,
+    ),
+    Mutant(
+        "what changed is not looked at after a launch",
+        "serve/runner.py",
+        "if not (put_off.holds(attributes) and reading.same(attributes, put_off, read)):",
+        "if not reading.same(attributes, put_off, read):",
+        FIRST,
+    ),
+    Mutant(
+        "what a graph reads is not compared after a launch",
+        "serve/runner.py",
+        "if not (put_off.holds(attributes) and reading.same(attributes, put_off, read)):",
+        "if not put_off.holds(attributes):",
+        FIRST,
+    ),
+    Mutant(
+        "a launch in vain counts as a replay",
+        "manager/table.py",
+        "        graph.counters.paddings[padding] -= 1\n",
+        "",
+        FIRST,
+    ),
+    Mutant(
+        "a launch in vain puts a proof off",
+        "manager/table.py",
+        "        graph.replays_until_proof += 1\n",
+        "",
+        FIRST,
+    ),
+    Mutant(
+        "launches in vain never end",
+        "call/plan.py",
+        "min(2 * self._in_vain or 1, _MOST_COMPARED_FIRST)",
+        "1",
+        FIRST,
     ),
 ]
