@@ -31,7 +31,7 @@ ORDER = object()  # the key of the entry for the order of a container's keys
 MAX_WIDTH = 256  # the most entries of a container that count one by one
 MAX_DEPTH = 8  # the deepest nesting of tuples
 HEAP_TYPE = 1 << 9  # a flag of classes that Python made at run time, not C
-_MAX_BYTES = 64  # the largest array whose values count
+_MAX_BYTES = 4096  # of the largest array whose values count; a call compares that many in less than a microsecond
 _DIRECT = frozenset({type(None), bool, int, str, bytes})
 _DIRECT |= {torch.dtype, torch.device, torch.layout, torch.memory_format}
 # Classes of immutable values that their text determines.

@@ -9,6 +9,7 @@ import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -62,6 +63,17 @@ HABITS: dict[str, tuple[Callable[..., Habit], list[Callable[[Any], object]]]] = 
     "context sizes of streaming speech": (
         lambda: Habit(lambda m, y: y[:, : m.att_context_size[1]].sum(1), att_context_size=[3, 2]),
         [lambda m: setattr(m, "att_context_size", [3, 1]), lambda m: m.att_context_size.__setitem__(1, 3)],
+    ),
+    "statistics of observations": (
+        lambda: Habit(
+            lambda m, y: y - torch.as_tensor(m.part.mean[:WIDTH], dtype=y.dtype, device=y.device),
+            part=Part(mean=np.zeros(17)),
+        ),
+        [lambda m: np.add(m.part.mean, 1.0, out=m.part.mean), lambda m: m.part.mean.__setitem__(2, 7.0)],
+    ),
+    "a count of observations": (
+        lambda: Habit(lambda m, y: y / float(m.part.counts[9]), part=Part(counts=np.ones(512))),
+        [lambda m: m.part.counts.__setitem__(9, 2.0)],
     ),
     "use_l1 of a detector's head": (
         lambda: Habit(lambda m, y: y.abs() if m.part.use_l1 else y, part=Part(use_l1=False)),

@@ -221,6 +221,12 @@ IN_PLACE: dict[str, tuple[Any, Callable[[Any], Any], Callable[[Any], Any]]] = {
     ),
     "a slot": (Slotted(2.0), lambda held: setattr(held, "scale", 3.0), lambda held: held.scale),
     "an element of an array": (np.ones(2), lambda held: held.__setitem__(0, 3.0), lambda held: held[0]),
+    "statistics of observations": (np.ones(512), lambda held: held.__setitem__(3, 7.0), lambda held: float(held[3])),
+    "statistics that become a tensor": (
+        np.ones(17, dtype=np.float32),
+        lambda held: np.add(held, 1, out=held),
+        lambda held: torch.as_tensor(held)[3],
+    ),
     "beside a tensor": (
         {"a": 2.0, "t": torch.ones(1)},
         lambda held: held.update(a=3.0),
