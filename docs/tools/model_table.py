@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
@@ -108,7 +109,7 @@ def _faster(row: Row) -> str:
 
 def _because(row: Row) -> str:
     said = [] if row["column"] == FULL else [row.get("reason", "").splitlines()[0]] if row.get("reason") else []
-    return "; ".join([*said, *_broken(row)])[:TOLD].replace("|", "/")
+    return textwrap.shorten("; ".join([*said, *_broken(row)]), TOLD, placeholder=" ...").replace("|", "/")
 
 
 def _broken(row: Row) -> list[str]:

@@ -41,7 +41,7 @@ def models() -> str:
 
 
 def in_turn() -> str:
-    """Return the milliseconds of calls whose batch sizes take turns, and the seconds until all were called, by model."""
+    """Return the milliseconds of calls whose batch sizes take turns, and the seconds until all are ready, by model."""
     found = load("h200_sizes_in_turn")["rows"]
     rows = []
     for model, text in MODELS.items():

@@ -83,7 +83,7 @@ def _readme() -> str:
         for arm, name in README_ARMS.items()
         if any("ms" in arms.get(arm, {}) for arms in found.values())
     ]
-    rows.append(["eager in all runs, times simplegraph", *(ranges.faster(keys[text]) for text in found)])
+    rows.append(["back to back: speed-up over eager, all runs", *(ranges.faster(keys[text]) for text in found)])
     waited = latency.readme_rows()
     rows += [[f"waited for: {name}", *(cells.get(text, "") for text in found)] for name, cells in waited.items()]
     for arm, name in _READY.items():
