@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from simplegraph.base.config import CudaGraphConfig, CudaGraphMode
 from simplegraph.base.errors import InputError
@@ -53,6 +54,14 @@ class CallTable:
             self._reader = CallReader(module.forward, self._config, argument_rules(module))
             self.refusals.reader = self._reader
         return self._reader
+
+    def batch_size(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
+        """Return the batch size of a call that is passed like the latest one that was read; else None."""
+        for layout in self.layouts[:1]:
+            leaves = layout.leaves(args, kwargs)
+            if leaves is not None and layout.anchor >= 0 and issubclass(type(leaves[layout.anchor]), Tensor):
+                return int(leaves[layout.anchor].shape[layout.anchor_dim])
+        return None
 
     def read(
         self,

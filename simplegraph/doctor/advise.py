@@ -104,8 +104,11 @@ class Watched:
         named = self.name == self.site.called and re.fullmatch(r"[\w.]+", self.name)
         called, owner = (self.name, self.name.rpartition(".")[0]) if named else (f"<{self.name}>", "<the model>")
         settings = ", ".join(f"{name}={value}" for name, value in self.settings().items())
+        if self.trial.way.startswith("{0} =") and called == "self":
+            called = f"<the {type(self.target()).__name__}>"  # a name for `self` is of no use to its caller
         way = self.trial.way.format(called, settings, owner)
-        return "; ".join(filter(None, [way, self.more]))
+        once = " once, as in __init__" if way.startswith("self.") else ""
+        return "; ".join(filter(None, [way + once, self.more]))
 
     @property
     def rate(self) -> float:

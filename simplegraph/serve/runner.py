@@ -417,7 +417,8 @@ class GraphRunner:
             plain.calls -= 1
             return self.call(module, args, kwargs)
         except CannotBind as error:
-            why = error.reason, error.detail, error.size
+            is_unread = error.reason is Reason.PYTHON_STATE and error.size is None  # before its batch was read
+            why = error.reason, error.detail, calls.batch_size(args, kwargs) if is_unread else error.size
             if error.reason is Reason.ALLOCATOR:
                 self._record.refuse(error.reason)
             if layout is not None and type(plan) is Refusal:

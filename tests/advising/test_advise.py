@@ -359,7 +359,7 @@ def test_a_method_that_is_passed_a_loader_is_left_for_what_it_calls(advise: Advi
         + "        print(actor.evaluate(Loader(torch.randn(2, 4) for _ in range(12))))\n"
     )
     assert told.first.startswith("`self.act` (program.py:15): ")
-    assert told.change == "self.act = sg.wrap(self.act, capture_sizes=[2])"
+    assert told.change == "self.act = sg.wrap(self.act, capture_sizes=[2]) once, as in __init__"
 
 
 def test_a_method_that_trains_is_told_of_train_step(advise: Advise) -> None:

@@ -263,6 +263,7 @@ def test_a_value_that_is_new_in_every_call_runs_eagerly_and_is_named(device: tor
     assert (
         "scale takes new values all the time (8.0, 9.0, 10.0, 11.0): pass it as a tensor, keep it in a buffer" in said
     )
+    assert model.graph_stats.batch_sizes == {3: 12}  # a graph could serve each of them
 
 
 def test_the_remedies_for_such_a_value_work(device: torch.device) -> None:
