@@ -103,6 +103,7 @@ class GraphPool:
         watched: True if the next captures must be able to list memory left alive, which takes milliseconds in a large
             pool.
         shared: True if it was passed to a manager, so that others may use it.
+        naps: calls of `sg.sleep` that released memory of its graphs or of what they read, and have not been undone.
     """
 
     device: GraphDevice
@@ -112,6 +113,7 @@ class GraphPool:
     managers: weakref.WeakSet[Any] = dataclasses.field(default_factory=weakref.WeakSet)
     watched: bool = True
     shared: bool = False
+    naps: int = 0
 
 
 class Mark(Protocol):

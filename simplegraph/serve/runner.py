@@ -383,7 +383,9 @@ class GraphRunner:
                         read = reading.tensors(attributes)
                         if read is None:
                             continue
-                        if plan.pool.shared or ((plan.lends or plan.inputs.handed_out) and plan.overwrites(copies)):
+                        pool = plan.pool
+                        is_lent = plan.lends or plan.inputs.handed_out
+                        if pool.shared or pool.naps or (is_lent and plan.overwrites(copies)):
                             plan.compare_first()
                             break
                         result = plan.replay(leaves, copies)

@@ -167,6 +167,8 @@ class Nap:
             # The first method that a replay calls with the pool's lock; a replay may be waiting for the lock now.
             for manager in holder.managers:
                 self._close(manager.table, ["order_streams"])
+                manager.pool.naps += 1
+                self._undo.callback(_end_nap, manager.pool)
             for state in [builder.state for builder in holder.builders if builder.state is not None]:
                 self._close(state, ["moved"])
             for module in holder.modules:
@@ -285,6 +287,10 @@ def _hook_steps() -> None:
         _STEP_HOOK.append(register_optimizer_step_pre_hook(_knock_before_step))
     elif not _NAPS and _STEP_HOOK and not _STEPPING:  # else torch goes through its hooks: it stays until later
         _STEP_HOOK.pop().remove()
+
+
+def _end_nap(pool: GraphPool) -> None:
+    pool.naps -= 1
 
 
 def _call_weakly(function: Callable[..., Any], owner: weakref.ref[Any], /, *args: Any, **kwargs: Any) -> Any:

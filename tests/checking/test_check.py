@@ -340,7 +340,7 @@ def test_memory_that_is_too_large_for_a_proof_is_compared_nevertheless(device, m
     assert module.steps.item() == 0
 
 
-SCALE = torch.ones(100).numpy()  # a guard sees so large an array, and not what it holds
+SCALE = torch.ones(2000).numpy()  # a guard sees so large an array, and not what it holds
 
 
 def test_a_state_kept_by_assignment_is_captured_and_put_back(device):

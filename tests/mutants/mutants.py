@@ -1670,9 +1670,16 @@ MUTANTS = [
     Mutant(
         "memory that wrappers share is overwritten in vain",
         "serve/runner.py",
-        "if plan.pool.shared or (",
-        "if (",
+        "if pool.shared or pool.naps",
+        "if pool.naps",
         FIRST,
+    ),
+    Mutant(
+        "memory that sleeps is written in vain",
+        "serve/runner.py",
+        "if pool.shared or pool.naps",
+        "if pool.shared",
+        SLEEP,
     ),
     Mutant(
         "a pool that another wrapper joins is not known to be shared",
