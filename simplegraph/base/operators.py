@@ -222,14 +222,10 @@ def facts_of(func: Any) -> OperatorFacts:
         may_solve=name in _EIGEN | _MADE_OF_EIGEN,
         multiplies_groups="grouped_mm" in name,
         adds_in_any_order=name.removesuffix("_") in _ADDING,
-        may_fault=not (
-            func.namespace == "aten"
-            and (
-                is_view
-                or torch.Tag.pointwise in func.tags
-                or name.removesuffix("_") in _NEVER_FAULTING | _UNINITIALISED
-            )
-        ),
+        # A polynomial takes as many steps as a value says.
+        may_fault=func.namespace != "aten"
+        or "polynomial" in name
+        or not (is_view or torch.Tag.pointwise in func.tags or name.removesuffix("_") in _NEVER_FAULTING),
         is_uninitialised=name in _UNINITIALISED,
         reads_no_value=is_view or bare.endswith("_like") or bare.startswith(("new_", "empty", "sym_", "is_pinned")),
         writes_all=torch.Tag.pointwise in func.tags or name in _FILLING or name.startswith("_foreach_"),

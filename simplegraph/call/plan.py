@@ -62,7 +62,6 @@ class Plan:
         debug: True to check addresses before each replay.
         compares_first: the number of calls that are compared before their launch. If it is 0, the graph is launched
             first, and the host compares while the GPU works; if it is negative, this is never done.
-        lends: True if outputs are static.
         waits: True if a call returns only after its inputs are copied, so that the caller may overwrite them.
         differentiable: True if results of calls under grad mode have a gradient.
     """
@@ -86,7 +85,7 @@ class Plan:
         self._guards = guards
         self.rows, self.padded, self.padding = call.batch, call.padded, call.padding
         self.debug = table.config.debug
-        self.lends = self._static = table.config.outputs == "static"
+        self._static = table.config.outputs == "static"
         args = call.layout.args
         self.slots = [slot(arg, inputs, self.padded, self.rows) for arg in args]
         self._bindings = [tuple(slot) for slot in self.slots]  # a plain tuple is unpacked faster than a named one
@@ -117,28 +116,17 @@ class Plan:
         self._prepare_outputs(call, self.program.outputs, self.program.spec)
         if self.padding and self.program.breaks:
             call.binding.cut_breaks(self.program, self.padded)
-        # A launch in vain must change nothing but graph memory and static inputs, and run to its end whatever values it
-        # gets, since the call may be meant for another graph.
+        # A launch in vain must change nothing but static inputs and graph memory that nobody holds, and run to its end
+        # whatever values it gets, since the call may be meant for another graph.
         acts = call.binding.draws or self.program.breaks or self.guarded or self.waits or call.carried.places
-        is_harmless = type(self) is Plan and call.binding.only_computes and not (acts or self.debug or table.hooks)
+        is_seen = self._static or self.debug or table.hooks
+        is_harmless = type(self) is Plan and call.binding.only_computes and not (acts or is_seen)
         self.compares_first = 1 if is_harmless else -1
         self._in_vain = 0  # the calls that were compared first after the latest launch in vain
-
-    def overwrites(self, copies: Copies) -> bool:
-        """True if a launch overwrites an argument that an eager run of the call would read."""
-        sources = copies[0]
-        if sources and self.inputs.handed_out:
-            return True
-        return any(self.device.in_pool(self.pool, source) for source in sources)
 
     def compare_first(self) -> None:
         """Compare the next calls before their launch: 1, then 2, 4, 8 and so on."""
         self._in_vain = self.compares_first = min(2 * self._in_vain or 1, _MOST_COMPARED_FIRST)
-
-    def take_back(self) -> None:
-        """Note that the latest replay was in vain."""
-        self.table.take_back(self.graph, self.padding)
-        self.compare_first()
 
     @staticmethod
     def returned(program: Program) -> tuple[Sequence[Any], TreeSpec]:

@@ -90,6 +90,11 @@ class Inventory:
 CAPTURE_LOCK = threading.RLock()
 
 
+# While it holds anything, every call is compared before its graph is launched: naps, since memory may be gone, and who
+# watches replays, since a launch in vain is none.
+COMPARING_FIRST: set[Any] = set()
+
+
 @dataclasses.dataclass(eq=False)
 class GraphPool:
     """Memory that several graphs share, which never run at the same time.
@@ -103,7 +108,6 @@ class GraphPool:
         watched: True if the next captures must be able to list memory left alive, which takes milliseconds in a large
             pool.
         shared: True if it was passed to a manager, so that others may use it.
-        naps: calls of `sg.sleep` that released memory of its graphs or of what they read, and have not been undone.
     """
 
     device: GraphDevice
@@ -113,7 +117,6 @@ class GraphPool:
     managers: weakref.WeakSet[Any] = dataclasses.field(default_factory=weakref.WeakSet)
     watched: bool = True
     shared: bool = False
-    naps: int = 0
 
 
 class Mark(Protocol):

@@ -28,7 +28,7 @@ from simplegraph.base.tensors import parts as parts_of
 from simplegraph.call.inputs import TensorArg
 from simplegraph.device.cuda.allocator import segments
 from simplegraph.device.emulator.arena import Arena
-from simplegraph.device.protocol import CAPTURE_LOCK, GraphDevice, GraphPool
+from simplegraph.device.protocol import CAPTURE_LOCK, COMPARING_FIRST, GraphDevice, GraphPool
 from simplegraph.device.select import graph_device
 from simplegraph.distributed.ranks import SingleRank
 from simplegraph.sleeping.cuda import CudaRegion
@@ -162,13 +162,13 @@ class Nap:
 
     def close_doors(self, holders: Sequence[Holder]) -> None:
         """Replace all methods that use the memory by ones that `knock` first. Call it with the pools' locks held."""
+        COMPARING_FIRST.add(self)
+        self._undo.callback(COMPARING_FIRST.discard, self)
         for holder in holders:
             self._close(holder.graphs, _DOORS[holder.graphs in holder.managers])
             # The first method that a replay calls with the pool's lock; a replay may be waiting for the lock now.
             for manager in holder.managers:
                 self._close(manager.table, ["order_streams"])
-                manager.pool.naps += 1
-                self._undo.callback(_end_nap, manager.pool)
             for state in [builder.state for builder in holder.builders if builder.state is not None]:
                 self._close(state, ["moved"])
             for module in holder.modules:
@@ -287,10 +287,6 @@ def _hook_steps() -> None:
         _STEP_HOOK.append(register_optimizer_step_pre_hook(_knock_before_step))
     elif not _NAPS and _STEP_HOOK and not _STEPPING:  # else torch goes through its hooks: it stays until later
         _STEP_HOOK.pop().remove()
-
-
-def _end_nap(pool: GraphPool) -> None:
-    pool.naps -= 1
 
 
 def _call_weakly(function: Callable[..., Any], owner: weakref.ref[Any], /, *args: Any, **kwargs: Any) -> Any:

@@ -105,9 +105,8 @@ def changed(model):
     return in_vain(model) - before
 
 
-@pytest.mark.parametrize("outputs", ["clone", "static"])
-def test_a_changed_number_is_found_while_the_graph_runs(device, outputs):
-    model = warm(Scaled(), device, outputs=outputs)
+def test_a_changed_number_is_found_while_the_graph_runs(device):
+    model = warm(Scaled(), device)
     replays, eager = model.graph_stats.replays, model.graph_stats.eager.total()
     assert changed(model) == 1
     # The launch in vain is no replay.
@@ -189,14 +188,73 @@ def test_storage_that_lost_its_memory_is_not_read(device):
     assert in_vain(model) == 0
 
 
-def test_a_static_output_that_is_passed_again_is_not_overwritten(device):
-    model = warm(Scaled(), device, outputs="static")
-    y = model(inputs(device))
-    expected = y.clone()
-    model.scale = 2.0
-    answer = model(y)
-    close(answer, model.forward(expected))
+class Recurrent(Scaled):
+    """Adds what an attribute holds, if it holds anything."""
+
+    def __init__(self):
+        super().__init__()
+        self.before = None
+
+    def forward(self, x):
+        y = super().forward(x)
+        return y if self.before is None else y + self.before.sum(0)
+
+
+@pytest.mark.parametrize("way", ["passed", "held"])
+def test_a_static_output_that_eager_reads_is_not_overwritten(device, way):
+    model = warm(Recurrent(), device, outputs="static")
+    y, x = model(inputs(device)), inputs(device)
+    kept = y.clone()
+    if way == "held":
+        model.before = y
+        close(model(x), torch.relu(model.layer(x)) + kept.sum(0))
+    else:
+        model.scale = 2.0
+        close(model(y), model.forward(kept))
+    close(y, kept)
     assert in_vain(model) == 0
+
+
+def test_padding_of_a_static_input_that_eager_reads_is_not_overwritten(device):
+    """Nothing is copied, but the rows of padding are set."""
+    model = warm(Recurrent(), device, verify=0)
+    static, full = model.static_inputs()["x"], inputs(device)
+    for _ in range(8):
+        static.copy_(full)
+        model(static[: ROWS - 1])
+    static.copy_(full)
+    expected = torch.relu(model.layer(full[: ROWS - 1])) + full.sum(0)
+    model.before = static
+    close(model(static[: ROWS - 1]), expected)
+    close(static, full)
+
+
+class Divided(Scaled):
+    def __init__(self):
+        super().__init__()
+        self.divides = True
+
+    def forward(self, x, by):
+        y = super().forward(x)
+        return y + torch.remainder(by, by) if self.divides else y
+
+
+def test_what_a_launch_in_vain_raises_is_raised_nowhere(device):
+    """On the emulator, an integer's division by zero raises."""
+    model = sg.wrap(Divided().to(device).eval(), capture_sizes=[ROWS], progress=False)
+    by = torch.ones(ROWS, 1, dtype=torch.int64, device=device)
+    for _ in range(8):
+        model(inputs(device), by)
+    model.divides = False
+    for _ in range(4):
+        x = inputs(device)
+        close(model(x, by * 0), model.forward(x, by * 0))
+    model.divides = True
+    if device.type == "cpu":
+        with pytest.raises(RuntimeError, match="ZeroDivisionError"):
+            model(inputs(device), by * 0)
+    x = inputs(device)
+    close(model(x, by), model.forward(x, by))
 
 
 def test_a_static_input_that_is_passed_shifted_is_not_overwritten(device):
@@ -266,7 +324,7 @@ def test_wrappers_that_share_memory_are_compared_first(device):
 
 
 def test_a_wrapper_that_another_one_joins_is_compared_first(device):
-    first, second = warm(Scaled(), device, outputs="static"), sg.wrap(Scaled().to(device).eval(), capture_sizes=[ROWS])
+    first, second = warm(Scaled(), device), sg.wrap(Scaled().to(device).eval(), capture_sizes=[ROWS])
     second.use_graph_pool(first.graph_manager.pool)
     second(inputs(device))
     assert changed(first) == 0
