@@ -275,10 +275,11 @@ def test_a_static_input_that_is_passed_shifted_is_not_overwritten(device):
 def test_what_takes_an_index_is_compared_first(device, kind):
     """On a GPU, an index that is out of range ends the process's use of the GPU."""
     model = warm(kind(), device, lambda device: torch.randint(0, 8, (ROWS,), device=device))
-    model.offset = 0
-    at = torch.arange(12, 16, device=device)
-    for _ in range(4):
-        close(model(at), model.forward(at))
+    for offset, first in ((4, 0), (0, 12)):
+        model.offset = offset
+        at = torch.arange(first, first + 4, device=device)
+        for _ in range(8):
+            close(model(at), model.forward(at))
     assert in_vain(model) == 0
 
 
