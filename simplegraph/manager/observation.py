@@ -82,8 +82,11 @@ def _eagerly(
     # Under grad mode the caller's cache stays on: all uses of a weight's cast then add to one gradient.
     casts = contextlib.nullcontext() if torch.is_grad_enabled() else autocast_cache(enabled=False)
     # The observer sees operators first: those of the forward, not those that replace them.
-    with casts, recording_breaks(tracer), following, observer:
-        yield observer
+    try:
+        with casts, recording_breaks(tracer), following, observer:
+            yield observer
+    finally:
+        observer.before_write = id  # it may lead to this observer: a circle would keep external memory alive
     if run.key is not None:
         answers = host.steady.collect_answers() if host.steady is not None else {}
         table.constants.learn(run.key, host.copies, host.sources, met_host=host.met_host, answers=answers)

@@ -342,7 +342,7 @@ class MemoryObserver(OperatorMode):
         before_write: Callable[[Tensor], object] = id,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._device, self._before_write = device, before_write
+        self._device, self.before_write = device, before_write
         self.captures = device is not None
         self._last: tuple[int, int] | None = None
         self.unseen = self.reads_anything = ""
@@ -432,7 +432,7 @@ class MemoryObserver(OperatorMode):
         self._note_given(given, func)
         for tensor in strided_tensors(written_args(func, args, kwargs)):
             if (key := storage_key(tensor)) not in made_keys:
-                self._before_write(tensor)
+                self.before_write(tensor)
                 self.written.add(key)
                 if inside is None:
                     self.regions.setdefault(key, set()).add(_region(tensor) if facts.writes_all else None)

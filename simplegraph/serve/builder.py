@@ -388,7 +388,7 @@ class GraphBuilder:
             if len(summary.failed) < len(jobs) or not jobs:
                 self._note_captured(call, inputs, jobs)
                 # Not for training steps: see `keep_external`.
-                if jobs and not jobs[0].trains and self._reads_unseen():
+                if jobs and not jobs[0].trains and self._reads_unseen(call):
                     failed = self.manager.table.refuse(jobs, _MADE_UNSEEN, _SEEN_REMEDY)
                     summary = dataclasses.replace(summary, captured=0, failed=failed)
                 if self.manager.device.emulated:
@@ -517,11 +517,18 @@ class GraphBuilder:
         }
         self.seen.read.versions += observation.versions
 
-    def _reads_unseen(self) -> bool:
+    def _reads_unseen(self, call: Call) -> bool:
         """True if the latest graphs read memory outside of their pool that nothing else ever held."""
         device, pool, elsewhere = self.manager.device, self.manager.pool, self.seen.read.elsewhere
+        # The tensors that TorchScript makes of numbers are on the CPU, unseen: on the emulator they are device memory.
+        makes_numbers = device.emulated and bool(call.survey.scripted or call.plain.scripts)
         found = (elsewhere[key] for key in self.recorded & elsewhere.keys())
-        return any(owned.was_never_held() and not device.in_pool(pool, owned.tensor) for owned in found)
+        return any(
+            owned.was_never_held()
+            and not device.in_pool(pool, owned.tensor)
+            and not (makes_numbers and owned.tensor.dim() == 0)
+            for owned in found
+        )
 
     def refuse(self, call: Call, cause: str, remedy: str) -> None:
         """Drop the graph of the call's size; the size runs eagerly from now on."""

@@ -124,7 +124,7 @@ class CudaRegion(MemoryRegion):
                 address += block["size"]
 
     def holds_graphs(self, pool: GraphPool) -> bool:
-        return self.pool_id in pool.handle.anchors
+        return pool.device is self.device and self.pool_id in pool.handle.anchors
 
     @property
     def unused(self) -> bool:

@@ -19,7 +19,7 @@ class Scaled(InPlace):
 
     def __init__(self, rank: int, size: int) -> None:
         super().__init__(rank, size)
-        scale = torch.ones(100).numpy()
+        scale = torch.ones(2000).numpy()
         self.scale = lambda: scale
 
     def forward(self, x: Tensor) -> Tensor:

@@ -242,7 +242,7 @@ def test_asked_to_raise_it_raises_and_the_other_sizes_go_on(
 
 
 def test_a_fault_that_went_away_is_captured_when_asked_again(device: torch.device) -> None:
-    faulty = torch.ones(100).numpy()  # of so large an array no value is part of the key
+    faulty = torch.ones(2000).numpy()  # of so large an array no value is part of the key
     model = wrapped(device, lambda x: item(x) if faulty[0] and x.shape[0] == 4 else None, on_capture_failure="raise")
     with pytest.raises(CaptureError, match="batch size 4"):
         model.capture_graphs(rows(3, device))

@@ -186,7 +186,7 @@ def test_rows_of_one_size_are_told_apart_by_what_differs_between_their_inputs(de
 
 
 def test_failures_of_one_size_for_different_inputs_are_all_reported_until_they_are_gone(device):
-    faulty = torch.ones(100).numpy()  # of so large an array no value is part of the key
+    faulty = torch.ones(2000).numpy()  # of so large an array no value is part of the key
 
     class Faulty(nn.Module):
         def forward(self, x):
@@ -230,7 +230,7 @@ def changing(x):
     [(failing, "capture_failed"), (mixing, "padding_shows"), (changing, "changed_arguments")],
 )
 def test_a_refusal_outlives_its_cause_until_graphs_are_reset_as_the_report_says(device, fault, reason):
-    faulty = torch.ones(100).numpy()  # of so large an array no value is part of the key
+    faulty = torch.ones(2000).numpy()  # of so large an array no value is part of the key
 
     class Faulty(nn.Module):
         def forward(self, x):

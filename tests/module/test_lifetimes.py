@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import simplegraph as sg
+from simplegraph.program.observe import MemoryObserver
 from tests.module.answers import close
 from tests.module.functions import WIDTH, graphed, rows
 from tests.support.reserved import reserved
@@ -121,3 +122,19 @@ def test_an_eager_call_keeps_no_argument_alive(device: torch.device, function: A
         del x
     gc.collect()
     assert [ref() for ref in passed] == [None] * 8
+
+
+def test_captures_leave_no_observer_behind(device: torch.device) -> None:
+    """An observer holds the external memory of its run: one in a circle would count as a holder of that memory."""
+    gc.collect()
+    gc.disable()
+    try:
+        before = sum(type(thing) is MemoryObserver for thing in gc.get_objects())
+        model = graphed(device, lambda m, x: torch.tanh(x @ m.weight), num_warmups=3)
+        model.capture_graphs(rows(4, device))
+        for _ in range(4):
+            model(rows(4, device))
+        assert model.graph_stats.replays
+        assert sum(type(thing) is MemoryObserver for thing in gc.get_objects()) == before
+    finally:
+        gc.enable()
