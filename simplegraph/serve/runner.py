@@ -408,10 +408,10 @@ class GraphRunner:
                         continue  # the slow way finds what changed, and if it counts
                     if layout is not layouts[0]:
                         calls.put_first(layout)
-                    plan.compares_first -= plan.compares_first > 0
-                    layout.launches_first = not plan.compares_first
                     try:
                         result = plan.replay(leaves, copies)
+                        plan.compares_first -= plan.compares_first > 0
+                        layout.launches_first = not plan.compares_first
                         if type(result) is not WithEntries:
                             return result
                         return put_entries(result, written_mappings(args, kwargs))

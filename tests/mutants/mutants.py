@@ -948,7 +948,7 @@ MUTANTS = [
     Mutant(
         "what another thread made while a graph was recorded is read for ever",
         "serve/builder.py",
-        "if jobs and not jobs[0].trains and self._reads_unseen():",
+        "if jobs and not jobs[0].trains and self._reads_unseen(call):",
         "if False:",
         PROOFS,
     ),
