@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,14 +22,14 @@ CALLABLES, TENSORDICT, COMPILED = "make-graphed-callables", "tensordict-cudagrap
 OPTIMIZED = optimized.STATIC
 
 
-def _static(entry: ComparedModel, module: nn.Module, batch: Inputs) -> Step:
-    wrapped: Step = sg.wrap(module, capture_sizes=[len(batch[0])], outputs="static", progress=False)
+def _static(entry: ComparedModel, module: nn.Module, batches: Sequence[Inputs]) -> Step:
+    wrapped: Step = sg.wrap(module, capture_sizes=[len(batches[0][0])], outputs="static", progress=False)
     return wrapped
 
 
-def _bare(entry: ComparedModel, module: nn.Module, batch: Inputs) -> Step:
+def _bare(entry: ComparedModel, module: nn.Module, batches: Sequence[Inputs]) -> Step:
     """Capture the module; a call copies its inputs, all in one launch, and replays."""
-    lean, inputs = LeanCapture(), tuple(each.clone() for each in batch)
+    lean, inputs = LeanCapture(), tuple(each.clone() for each in batches[0])
     with lean.on_stream():
         module(*inputs)
     with lean.session():
@@ -47,7 +47,7 @@ def _bare(entry: ComparedModel, module: nn.Module, batch: Inputs) -> Step:
     return step
 
 
-# Called with the entry, the module and a batch.
+# Called with the entry, the module and a list of one batch.
 ARMS: dict[str, NamedArm] = {
     EAGER: optimized.ARMS[optimized.EAGER],
     OURS: optimized.ARMS[optimized.GRAPH],

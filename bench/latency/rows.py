@@ -152,7 +152,7 @@ def _ready(
         found[arm] = {}
         try:
             ARMS[arm].load(device)
-            step = ARMS[arm].make(MODELS[name], copy.deepcopy(module) if arm == OPTIMIZED else module, batch)
+            step = ARMS[arm].make(MODELS[name], copy.deepcopy(module) if arm == OPTIMIZED else module, [batch])
             for _ in range(READY_CALLS):
                 step(*batch)
             if arm == UNGUARDED:
