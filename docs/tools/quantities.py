@@ -32,6 +32,7 @@ QUANTITIES: dict[str, tuple[str, ...]] = {
     "training graphs beside torch's": ("h200_training_pairs",),
     "scores": ("h200_accuracy",),
     "recipes": ("h200_recipes",),
+    "the recipe of SAM2's tracker": ("h200_recipes_sam2",),
     "gains that advise tells": ("h200_advise",),
     "attention": ("h200_attention",),
     "fused operators": ("h200_fused_operators",),

@@ -125,8 +125,7 @@ def losses() -> str:
     )
     unchecked = (
         f"`make_graphed_callables` and tensordict check and pad nothing, and are ready after {ready} s. Back to back",
-        f"large models are as fast with ours; waited for, ours take {between(waited.values())} times as long (ten",
-        f"linear layers {small[0]:.1f} times, back to back {small[1]:.1f}). BERT is faster with ours: both make its",
-        "mask anew.",
+        f"large models are as fast with ours; waited for, ours take {between(waited.values())} times as long, ten",
+        f"linear layers {small[0]:.1f} (back to back {small[1]:.1f}), BERT less: both make its mask anew.",
     )
     return bullets(" ".join(compiler), " ".join(unchecked))

@@ -438,7 +438,7 @@ def _host() -> str:
 
 def _recipes() -> str:
     rows = []
-    for name, times in load("h200_recipes")["ms"].items():
+    for name, times in (load("h200_recipes")["ms"] | load("h200_recipes_sam2")["ms"]).items():
         kinds = [kind.replace("plain", "graphs") for kind in times or {} if "plain" in kind]
         for kind in kinds:
             plain, graphs = times[kind.replace("graphs", "plain")], times[kind]
