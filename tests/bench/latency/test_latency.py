@@ -47,6 +47,15 @@ def test_graphs_serve_every_model(name: str) -> None:
     assert found["rows"][name]["arms"][UNGUARDED][rows.ROW] > 0
 
 
+def test_no_arm_pads_its_batch() -> None:
+    plan = rows.LatencyPlan((TEN,), (OURS, STATIC, OPTIMIZED), rounds=1, calls=2, smoke=True)
+    with torch.no_grad():
+        module, batch = rows._built(TEN, True, CPU, torch.float32)
+        steps: dict[str, Any] = dict(rows._ready(TEN, module, batch, plan, CPU, {}))
+    assert len(steps) == 3
+    assert all(step.graph_stats.replays and not step.graph_stats.padded_tokens for step in steps.values())
+
+
 def test_calls_without_guards_do_not_look_and_those_of_another_wrapper_do() -> None:
     module, x = nn.Linear(4, 4).eval().requires_grad_(False), torch.ones(1, 4)
     wrapped, unguarded = (sg.wrap(module, capture_sizes=[1], outputs="static", progress=False) for _ in range(2))
