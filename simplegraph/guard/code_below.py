@@ -31,6 +31,8 @@ _NOT_CALLED = frozenset(
 _FILLING = frozenset({"append", "appendleft", "extend", "add", "update"})
 _METHOD_LOADS = frozenset({"LOAD_METHOD", "LOAD_ATTR"})
 _NO_LOADS = frozenset({"LOAD_CLOSURE", "COPY_FREE_VARS", "MAKE_CELL", "CACHE", "PRECALL", "EXTENDED_ARG", "LOAD_CONST"})
+_SETTING = frozenset({"setattr", "__setattr__", "delattr", "vars", "__dict__"})  # by computed names
+_STORES = frozenset({"STORE_ATTR", "DELETE_ATTR", "STORE_GLOBAL", "DELETE_GLOBAL", "STORE_NAME"})
 _COMPUTING = frozenset({"getattr", "vars", "__dict__", "__getattribute__", "attrgetter"})
 _MAX_FUNCTIONS = 2_000
 _TABLES = frozenset({dict, list, tuple})
@@ -84,6 +86,14 @@ def only_fills(code: types.CodeType, name: str) -> bool:
     return all(step.opname in _METHOD_LOADS and step.argval in _FILLING for step in loads) and all(
         only_fills(inner_code, name) for inner_code in inner
     )
+
+
+@functools.lru_cache(maxsize=4096)
+def set_in(code: types.CodeType) -> frozenset[str]:
+    """Return the names of attributes and globals that code sets or deletes, inner functions included."""
+    inner = (set_in(value) for value in code.co_consts if issubclass(type(value), types.CodeType))
+    own = (step.argval for step in dis.get_instructions(code) if step.opname in _STORES)
+    return frozenset(own).union(*inner)
 
 
 def _is_method(step: dis.Instruction) -> bool:
@@ -170,6 +180,10 @@ class CodeBelow:
     def computes_names(self) -> bool:
         """True if code may read attributes by names that it computes."""
         return not _COMPUTING.isdisjoint(self.names)
+
+    def sets(self, name: str) -> bool:
+        """True if the code may set or delete an attribute or a global of this name."""
+        return not _SETTING.isdisjoint(self.names) or any(name in set_in(each.__code__) for each in self.functions)
 
     def only_fills(self, name: str) -> bool:
         """True if the code only adds to containers in attributes of this name, such as logs, and never reads them."""

@@ -292,6 +292,24 @@ class PlainState:
             for place in changed - before:
                 raise CannotBind(Reason.PYTHON_STATE, place_name(place))
 
+    def set_by_others(self, module: Any) -> list[tuple[dict[Any, Any], Any, Any]]:
+        """List the attributes that other code than the runs has set since `serving` began: their dict, name and value.
+
+        Only those count whose names no code below the call sets, since a run may set others.
+        """
+        with self._lock:
+            self._look(module)
+            holders = {holder.name: holder for comparison in self.comparisons for holder in comparison.holders}
+            found = []
+            for name, key in _changes(self._served, self._entries):
+                if name not in holders or name in self._containers or self._is_left_out((name, key)):
+                    continue
+                if type(key) is str and key.isidentifier() and not (self._code and self._code.sets(key)):
+                    attributes = holders[name].find()
+                    if type(attributes) is dict and key in attributes:
+                        found.append((attributes, key, attributes[key]))
+            return found
+
     # Reading values.
 
     def _look(self, module: Any) -> Changes:

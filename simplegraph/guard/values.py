@@ -31,7 +31,7 @@ ORDER = object()  # the key of the entry for the order of a container's keys
 MAX_WIDTH = 256  # the most entries of a container that count one by one
 MAX_DEPTH = 8  # the deepest nesting of tuples
 HEAP_TYPE = 1 << 9  # a flag of classes that Python made at run time, not C
-_MAX_BYTES = 4096  # of the largest array whose values count; a call compares that many in less than a microsecond
+_MAX_BYTES = 4096  # of the largest array whose values count; a call compares one in about a microsecond
 _DIRECT = frozenset({type(None), bool, int, str, bytes})
 _DIRECT |= {torch.dtype, torch.device, torch.layout, torch.memory_format}
 # Classes of immutable values that their text determines.
@@ -171,7 +171,7 @@ def _array_key(base: Any, value: Any) -> Hashable | None:
     dtype, size = base.dtype.__get__(value), base.nbytes.__get__(value)
     if size > _MAX_BYTES or dtype.hasobject:
         return None
-    return class_key(type(value)), str(dtype), base.shape.__get__(value), base.tobytes(value)
+    return class_key(type(value)), dtype, base.shape.__get__(value), base.tobytes(value)
 
 
 def shown_entry(entry: Hashable) -> str:

@@ -1772,4 +1772,18 @@ MUTANTS = [
         "1",
         FIRST,
     ),
+    Mutant(
+        "a graph keeps a number that another thread set during its capture",
+        "serve/builder.py",
+        "for _, name, _ in others:",
+        "for _, name, _ in ():",
+        ("tests/module/test_set_by_threads.py",),
+    ),
+    Mutant(
+        "a capture undoes what another thread set",
+        "serve/builder.py",
+        "                    attributes[name] = value\n",
+        "                    pass\n",
+        ("tests/module/test_set_by_threads.py",),
+    ),
 ]

@@ -1,0 +1,99 @@
+"""Numbers that another thread sets while a module is captured: no graph keeps one under the key of another."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import simplegraph as sg
+from simplegraph.device.select import graph_device
+
+pytestmark = pytest.mark.usefixtures("no_grad")
+
+WIDTH = 8
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale, self.calls = nn.Linear(WIDTH, WIDTH), 1.0, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.layer(x)) * self.scale
+
+
+def expected(model: Any, x: Tensor) -> Tensor:
+    found: Tensor = nn.functional.relu(model.layer(x)) * model.scale
+    return found
+
+
+def in_thread(function: Callable[[], object]) -> None:
+    thread = threading.Thread(target=function)
+    thread.start()
+    thread.join()
+
+
+@pytest.mark.parametrize("verify", [0, 1])
+@pytest.mark.parametrize("upfront", [False, True])
+def test_a_number_that_is_set_during_the_capture_is_not_kept_nor_lost(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, upfront: bool, verify: int
+) -> None:
+    model: Any = sg.wrap(Scaled().to(device).eval(), capture_sizes=[4], verify=verify, progress=False)
+    relu, is_set = torch.relu, False
+
+    def setting(y: Tensor) -> Tensor:  # the forward has not read the number yet
+        nonlocal is_set
+        if not is_set and graph_device(device).is_capturing():
+            is_set = True
+            in_thread(lambda: setattr(model, "scale", 2.0))
+        return relu(y)
+
+    monkeypatch.setattr(torch, "relu", setting)
+    for number in range(4):
+        x = torch.randn(4, WIDTH, device=device)
+        if upfront and not number:
+            model.capture_graphs(x)
+        model(x)
+    assert is_set
+    assert model.scale == 2.0
+    for scale in (2.0, 1.0, 2.0):
+        model.scale = scale
+        for _ in range(4):
+            x = torch.randn(4, WIDTH, device=device)
+            torch.testing.assert_close(model(x), expected(model, x))
+    assert model.graph_stats.replays
+
+
+@pytest.mark.parametrize("verify", [0, 1])
+def test_numbers_that_one_thread_sets_while_others_call(device: torch.device, verify: int) -> None:
+    model: Any = sg.wrap(Scaled().to(device).eval(), capture_sizes=[4], verify=verify, progress=False)
+    stop, wrong, switch = threading.Event(), 0, sys.getswitchinterval()
+
+    def call() -> None:
+        x = torch.randn(4, WIDTH, device=device)
+        with torch.no_grad():
+            while not stop.is_set():
+                model(x)
+
+    threads = [threading.Thread(target=call) for _ in range(2)]
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for number in range(120):
+            model.scale = float(number * 7 % 3)
+            for _ in range(1 + number % 5):
+                x = torch.randn(4, WIDTH, device=device)
+                wrong += not torch.allclose(model(x), expected(model, x), atol=1e-5)
+    finally:
+        sys.setswitchinterval(switch)
+        stop.set()
+        for thread in threads:
+            thread.join()
+    assert wrong == 0
