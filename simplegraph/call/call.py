@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import itertools
 import logging
+import weakref
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -70,7 +71,8 @@ class Binding(SignatureRecord):
     Attributes:
         inputs: the static inputs; one set, unless sizes have sets of their own.
         outputs: how outputs follow the batch size.
-        layouts: the layouts of its calls, by the structure of the arguments.
+        layouts: the layouts of its calls, by the structure of the arguments. `CallTable` keeps them: in a circle,
+            graphs would outlive their wrapper until a garbage collection.
         traces: traces of the breaks of eager calls, by batch size, for the latest few sizes.
         break_rows: the batch dimensions of arguments and results of breaks; None until two sizes were observed.
         written: names of the inputs that the forward wrote to in observed runs.
@@ -94,7 +96,9 @@ class Binding(SignatureRecord):
     draws: bool = False
     differentiates: bool = False
     only_computes: bool = True
-    layouts: dict[TreeSpec, CallLayout] = dataclasses.field(default_factory=dict)
+    layouts: weakref.WeakValueDictionary[TreeSpec, CallLayout] = dataclasses.field(
+        default_factory=weakref.WeakValueDictionary
+    )
     traces: dict[int, BreakTrace] = dataclasses.field(default_factory=dict)
     break_rows: list[BreakRows | None] | None = None
     made: set[int] = dataclasses.field(default_factory=set)

@@ -152,7 +152,6 @@ class CallTable:
             self._reader.hosts.clear()
         for binding in self.bindings.values():
             binding.forget()
-            binding.layouts.clear()  # break the cycle, so that static inputs need no garbage collection to be freed
         self.bindings.clear()
         self.layouts = []
 

@@ -138,3 +138,18 @@ def test_captures_leave_no_observer_behind(device: torch.device) -> None:
         assert sum(type(thing) is MemoryObserver for thing in gc.get_objects()) == before
     finally:
         gc.enable()
+
+
+def test_the_memory_of_a_wrapper_that_is_gone_waits_for_no_garbage_collection(device: torch.device) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        model = graphed(device, lambda m, x: torch.tanh(x @ m.weight))
+        for _ in range(4):
+            model(rows(4, device))
+        assert model.graph_stats.replays
+        pool = weakref.ref(model.graph_manager.pool)
+        del model
+        assert pool() is None
+    finally:
+        gc.enable()
