@@ -66,9 +66,10 @@ def test_answers_are_equal_to_the_bit_with_an_audit_and_without() -> None:
 
 def test_nodes_are_named_by_the_module_whose_memory_they_use() -> None:
     with sg.audit() as audit:
-        served()
+        kept = served()
         audit.check()
     first, *_ = audit.graphs
+    assert kept.graph_stats.replays == 3
     assert re.fullmatch(r"<AuditedGraph 1 of Mlp, captured at test_audit\.py:\d+, 3 replays>", repr(first))
     modules = [module.rpartition(".")[2] for _, _, module in first.nodes]
     assert "up" in modules
