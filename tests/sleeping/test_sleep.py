@@ -526,10 +526,13 @@ def test_a_replay_on_another_thread_is_done_before_and_refused_after(device: tor
     assert same(answers(model, x), wanted)
 
 
+@pytest.mark.parametrize("outputs", ["clone", "static"])
 @pytest.mark.parametrize("wake_on_call", [False, True])
-def test_a_replay_that_waited_for_the_pool_is_refused_or_wakes_it(device: torch.device, wake_on_call: bool) -> None:
-    """It passed every check before the model went to sleep."""
-    model, x, wanted = captured(device)
+def test_a_replay_that_waited_for_the_pool_is_refused_or_wakes_it(
+    device: torch.device, wake_on_call: bool, outputs: str
+) -> None:
+    """It passed every check before the model went to sleep. With static outputs calls are compared before a launch."""
+    model, x, wanted = captured(device, outputs=outputs)
     lock, found = model.graph_manager.pool.lock, []
 
     def replay() -> None:
