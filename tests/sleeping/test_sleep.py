@@ -21,6 +21,7 @@ import simplegraph as sg
 from simplegraph.device.emulator.device import EmulatorDevice
 from simplegraph.device.protocol import Inventory, MemoryKind, MemorySpan, Touch
 from simplegraph.device.select import graph_device
+from simplegraph.guard.guards import CapturedState
 from simplegraph.sleeping import graph_holders, regions, sleeper
 from simplegraph.sleeping.cuda import CudaRegion
 from simplegraph.sleeping.emulated import EmulatedRegion
@@ -549,6 +550,34 @@ def test_a_replay_that_waited_for_the_pool_is_refused_or_wakes_it(
         model.sleep(wake_on_call=wake_on_call)
     thread.join()
     assert torch.equal(found[0], wanted[3]) if wake_on_call else isinstance(found[0], sg.AsleepError)
+    model.wake()
+    assert same(answers(model, x), wanted)
+    assert model.graph_stats.recaptures == 0
+
+
+def test_memory_that_refuses_to_be_read_is_not_taken_for_moved(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A call that waited for the lock asks if memory moved: some releases of torch refuse to show sleeping memory."""
+    model, x, wanted = captured(device, outputs="static")  # which is compared before a launch
+    found: list[BaseException] = []
+
+    def replay() -> None:
+        with torch.inference_mode():
+            try:
+                model(x)
+            except sg.AsleepError as error:
+                found.append(error)
+
+    with monkeypatch.context() as patched:
+        with model.graph_manager.pool.lock:
+            thread = threading.Thread(target=replay)
+            thread.start()
+            thread.join(0.2)
+            model.sleep()
+            patched.setattr(CapturedState, "moved", lambda self: True)
+        thread.join()
+    assert len(found) == 1
     model.wake()
     assert same(answers(model, x), wanted)
     assert model.graph_stats.recaptures == 0
