@@ -58,9 +58,10 @@ class CallTable:
     def batch_size(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
         """Return the batch size of a call that is passed like the latest one that was read; else None."""
         for layout in self.layouts[:1]:
-            leaves = layout.leaves(args, kwargs)
-            if leaves is not None and layout.anchor >= 0 and issubclass(type(leaves[layout.anchor]), Tensor):
-                return int(leaves[layout.anchor].shape[layout.anchor_dim])
+            leaves = layout.leaves(args, kwargs) if layout.anchor >= 0 else None
+            leaf: Any = None if leaves is None else leaves[layout.anchor]
+            if issubclass(type(leaf), Tensor) and not leaf.is_nested and leaf.dim() > layout.anchor_dim:
+                return int(leaf.shape[layout.anchor_dim])
         return None
 
     def read(

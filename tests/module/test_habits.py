@@ -266,6 +266,19 @@ def test_a_value_that_is_new_in_every_call_runs_eagerly_and_is_named(device: tor
     assert model.graph_stats.batch_sizes == {3: 12}  # a graph could serve each of them
 
 
+def test_a_call_that_its_python_state_refuses_may_have_no_batch(device: torch.device) -> None:
+    module = Habit(lambda m, y: y * m.scale, scale=0.0).to(device).eval()
+    module.layer = nn.Identity()  # which takes any shape
+    model: Any = sg.wrap(module, capture_sizes=[3], progress=False)
+    for step in range(12):
+        module.scale = float(step)
+        serve(model, module, device, 1)
+    assert model(torch.tensor(2.0, device=device)).item() == 22
+    ragged = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], device=device)
+    assert model(ragged).to_padded_tensor(0.0).sum() == 55
+    assert model.graph_stats.batch_sizes == {3: 12}
+
+
 def test_the_remedies_for_such_a_value_work(device: torch.device) -> None:
     module = Habit(lambda m, y: y * m.scale, scale=0.0).to(device).eval()
     del module.scale
