@@ -28,6 +28,7 @@ from simplegraph.device.saved_state import (
 )
 from simplegraph.guard.functions import computes_gradients
 from simplegraph.guard.guards import MemoryRead
+from simplegraph.guard.plain_state import PlainState
 from simplegraph.guard.survey import Survey
 from simplegraph.manager.table import ProgramTable
 from simplegraph.program.index_checks import IndexChecks
@@ -191,13 +192,17 @@ class Undo(contextlib.ExitStack):
         self.callback(put_random_states, generators, random_states(generators))
         self.callback(HostRandom().put_back)
 
-    def watch(self, module: Any, *, code: bool = False) -> Snapshot:
-        """Also restore the Python state below a module; `code` is as for `Snapshot`."""
+    def watch(self, module: Any, *, code: bool = False, plain: PlainState | None = None) -> Snapshot:
+        """Also restore the Python state below a module; `code` is as for `Snapshot`.
+
+        During `plain.serving`, what another thread sets meanwhile stays.
+        """
         snapshot = Snapshot(module, code=code)
 
         def put_back() -> None:
-            snapshot.take_done_flags()
-            snapshot.put_back(snapshot.changes())
+            with contextlib.nullcontext() if plain is None else plain.kept_from_others(module):
+                snapshot.take_done_flags()
+                snapshot.put_back(snapshot.changes())
 
         self.callback(put_back)
         return snapshot

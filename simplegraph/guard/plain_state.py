@@ -107,9 +107,11 @@ class PlainState:
         self._entries: dict[str, Entries] = {}  # by the holder's name
         self._keys: dict[frozenset[tuple[str, frozenset[Any]]], PlainValues] = {}
         self._key = PlainValues({})
+        self._asked = self._key  # what `now` returned last
         self.calls = 0
         self.must_look = False
         self._is_serving = False
+        self._claims = False  # whether changes since `serving` began are the module's own
         self._is_unread = False  # runs were not looked at since the last look
         self._served: dict[str, Entries] = {}  # the entries before captures and proofs
         self._changed: set[Place] = set()  # places that the real run before the latest captures changed
@@ -145,7 +147,8 @@ class PlainState:
         with self._lock:
             own_changes, self._own_changes = self._own_changes, {}
             self._note(own_changes)
-            return self._values(module)
+            self._asked = self._values(module)
+            return self._asked
 
     @contextlib.contextmanager
     def unread_run(self) -> Iterator[None]:
@@ -262,10 +265,15 @@ class PlainState:
         Args:
             module: the module.
             claims: True to attribute changes meanwhile to the module, as with eager breaks, which replays run, too.
+
+        Raises:
+            CannotBind: another thread has changed the values of the call since `now` returned them.
         """
         with self._lock:
+            if self._values(module) is not self._asked:
+                raise CannotBind(Reason.PYTHON_STATE, "other code changed what the call reads before it was served")
             before = self._served = self._entries
-            self._is_serving = True
+            self._is_serving, self._claims = True, claims
         try:
             yield
         finally:
@@ -295,9 +303,11 @@ class PlainState:
     def set_by_others(self, module: Any) -> list[tuple[dict[Any, Any], Any, Any]]:
         """List the attributes that other code than the runs has set since `serving` began: their dict, name and value.
 
-        Only those count whose names no code below the call sets, since a run may set others.
+        Only those count whose names no code below the call sets, since a run may set others. With eager breaks none do.
         """
         with self._lock:
+            if self._claims:
+                return []
             self._look(module)
             holders = {holder.name: holder for comparison in self.comparisons for holder in comparison.holders}
             found = []
@@ -309,6 +319,14 @@ class PlainState:
                     if type(attributes) is dict and key in attributes:
                         found.append((attributes, key, attributes[key]))
             return found
+
+    @contextlib.contextmanager
+    def kept_from_others(self, module: Any) -> Iterator[list[str]]:
+        """Surround what puts Python state back during `serving`: what `set_by_others` lists stays; yield its names."""
+        others = self.set_by_others(module)
+        yield [name for _, name, _ in others]
+        for attributes, name, value in others:
+            attributes[name] = value
 
     # Reading values.
 

@@ -120,6 +120,9 @@ class _CallProof:
             if plan.graph.keeps_writing_elsewhere():
                 plan.graph.leave_unverified("it keeps writing to other memory")
             return self._result
+        changed = mismatch is not None and bool(self._call.plain.set_by_others(self._call.module))
+        if self._ranks.any(f"a number that other code set during a proof of {self._label}", changed):
+            return self._result  # eager read another number than the graph; the next call is compared
         self._note(proof, mismatch, freed=freed)
         return self._result if mismatch is not None else plan.in_static_outputs(self._result)
 
@@ -177,7 +180,7 @@ class _CallProof:
             return None
         mismatch, half = None, (plan.rows + 1) // 2
         with Undo(None, ()) as undo:
-            undo.watch(self._call.module, code=True)
+            undo.watch(self._call.module, code=True, plain=self._call.plain)
             if not graph.rows:
                 try:
                     eager, mismatch = self._run_part(proof, plan.padded)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 import simplegraph as sg
 from simplegraph.device.select import graph_device
+from simplegraph.serve.runner import GraphRunner
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 
@@ -29,7 +31,7 @@ class Scaled(nn.Module):
 
 
 def expected(model: Any, x: Tensor) -> Tensor:
-    found: Tensor = nn.functional.relu(model.layer(x)) * model.scale
+    found: Tensor = model.layer(x).clamp(min=0) * model.scale
     return found
 
 
@@ -97,3 +99,69 @@ def test_numbers_that_one_thread_sets_while_others_call(device: torch.device, ve
         for thread in threads:
             thread.join()
     assert wrong == 0
+
+
+@pytest.mark.parametrize("upfront", [False, True])
+def test_a_number_that_is_set_between_the_reading_of_a_call_and_its_capture(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, upfront: bool
+) -> None:
+    model: Any = sg.wrap(Scaled().to(device).eval(), capture_sizes=[4], verify=0, progress=False)
+    read, others = GraphRunner._read, []
+
+    def setting(*args: Any, **kwargs: Any) -> Any:
+        found = read(*args, **kwargs)
+        if not others:
+            model.scale = 2.0
+            others.append(threading.Thread(target=model, args=(torch.randn(4, WIDTH, device=device),)))
+            others[0].start()  # reads the new number, and waits for this call
+            others[0].join(0.2)
+        return found
+
+    model(torch.randn(4, WIDTH, device=device))
+    monkeypatch.setattr(GraphRunner, "_read", setting)
+    if upfront:
+        model.capture_graphs(torch.randn(4, WIDTH, device=device))
+    else:
+        model(torch.randn(4, WIDTH, device=device))
+    others[0].join()
+    for scale in (1.0, 2.0, 1.0):
+        model.scale = scale
+        for _ in range(3):
+            x = torch.randn(4, WIDTH, device=device)
+            torch.testing.assert_close(model(x), expected(model, x))
+    assert model.graph_stats.replays
+
+
+class Squashed(Scaled):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sigmoid(super().forward(x))
+
+
+@pytest.mark.parametrize("when", ["relu", "sigmoid"])  # before and after the forward reads the number
+@pytest.mark.parametrize("rows", [4, 3])
+@pytest.mark.parametrize("verify", [0, 1])
+def test_a_number_that_is_set_during_any_run_of_the_first_calls(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, verify: int, rows: int, when: str
+) -> None:
+    original, runs, at = getattr(torch, when), 0, 0
+
+    def setting(y: Tensor) -> Tensor:
+        nonlocal runs
+        runs += 1
+        if runs == at:
+            in_thread(functools.partial(setattr, model, "scale", 2.0))
+        return cast(Tensor, original(y))
+
+    monkeypatch.setattr(torch, when, setting)
+    while not runs or at <= runs:
+        at += 1
+        model = sg.wrap(Squashed().to(device).eval(), capture_sizes=[4], verify=verify, progress=False)
+        runs = 0
+        for called in (4, *[rows] * 7):  # the first call shows the batch dimension
+            model(torch.randn(called, WIDTH, device=device))
+        assert runs < at or model.scale == 2.0
+        for _ in range(8):
+            x = torch.randn(rows, WIDTH, device=device)
+            torch.testing.assert_close(model(x), expected(model, x).sigmoid())
+        assert model.graph_stats.replays or at == 1  # what changes during the very first run, that run may have changed
+        assert not model.graph_stats.failures
