@@ -32,7 +32,9 @@ _FILLING = frozenset({"append", "appendleft", "extend", "add", "update"})
 _METHOD_LOADS = frozenset({"LOAD_METHOD", "LOAD_ATTR"})
 _NO_LOADS = frozenset({"LOAD_CLOSURE", "COPY_FREE_VARS", "MAKE_CELL", "CACHE", "PRECALL", "EXTENDED_ARG", "LOAD_CONST"})
 _SETTING = frozenset({"setattr", "__setattr__", "delattr", "vars", "__dict__"})  # by computed names
-_STORES = frozenset({"STORE_ATTR", "DELETE_ATTR", "STORE_GLOBAL", "DELETE_GLOBAL", "STORE_NAME"})
+_ITEM_STORES = frozenset({"STORE_SUBSCR", "DELETE_SUBSCR"})
+_CHANGING = _FILLING | {"clear", "discard", "insert", "pop", "popitem", "remove", "setdefault"}  # methods of containers
+_STORES = frozenset({"STORE_ATTR", "DELETE_ATTR", "STORE_GLOBAL", "DELETE_GLOBAL", "STORE_NAME", "STORE_DEREF"})
 _COMPUTING = frozenset({"getattr", "vars", "__dict__", "__getattribute__", "attrgetter"})
 _MAX_FUNCTIONS = 2_000
 _TABLES = frozenset({dict, list, tuple})
@@ -90,10 +92,19 @@ def only_fills(code: types.CodeType, name: str) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def set_in(code: types.CodeType) -> frozenset[str]:
-    """Return the names of attributes and globals that code sets or deletes, inner functions included."""
+    """Return the names of attributes, globals and closures' variables that code sets, inner functions included."""
     inner = (set_in(value) for value in code.co_consts if issubclass(type(value), types.CodeType))
     own = (step.argval for step in dis.get_instructions(code) if step.opname in _STORES)
     return frozenset(own).union(*inner)
+
+
+@functools.lru_cache(maxsize=4096)
+def filled_in(code: types.CodeType) -> frozenset[str]:
+    """Return the names of attributes and globals in code that changes items of containers, inner functions included."""
+    inner = (filled_in(value) for value in code.co_consts if issubclass(type(value), types.CodeType))
+    stores = any(step.opname in _ITEM_STORES for step in dis.get_instructions(code))
+    is_filling = stores or not _CHANGING.isdisjoint(code.co_names)
+    return frozenset(code.co_names if is_filling else ()).union(*inner)
 
 
 def _is_method(step: dis.Instruction) -> bool:
@@ -145,7 +156,10 @@ class CodeBelow:
         files: by id, the dict of a file, and the names of its globals that count.
         cells: cells of closures, with the variable's name.
         functions: functions whose code was read; own: those of users, which may wrap a library's, or be wrapped by it.
+        has_breaks: True if it leads to eager breaks, whose code is not among it.
         eager_names: names that only eager breaks contain, which run eagerly whenever a graph is replayed.
+        set_by_breaks: names of attributes and variables that eager breaks set.
+        filled_by_breaks: names in functions of eager breaks that change items of containers.
     """
 
     def __init__(
@@ -173,8 +187,14 @@ class CodeBelow:
             self._add(function, 0)
         while self._to_read and len(self._read) < _MAX_FUNCTIONS:
             self._read_code(*self._to_read.popleft())
-        eager = CodeBelow(classes, self._breaks, breaks=True, called=()).names if self._breaks else set()
-        self.eager_names = eager - self.names
+        self.eager_names, self.set_by_breaks, self.filled_by_breaks = set[str](), set[str](), set[str]()
+        self.has_breaks = bool(self._breaks)
+        if self._breaks:
+            eager = CodeBelow(classes, self._breaks, breaks=True, called=())
+            codes = [function.__code__ for function in eager.functions]
+            self.eager_names = eager.names - self.names
+            self.set_by_breaks.update(*map(set_in, codes))
+            self.filled_by_breaks.update(*map(filled_in, codes))
 
     @property
     def computes_names(self) -> bool:

@@ -16,19 +16,23 @@ import weakref
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
 from typing import Any
 
+from torch import Tensor, nn
+
 from simplegraph.base.objects import own_dict
 from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.guard.code_below import CodeBelow
 from simplegraph.guard.holders import ALL, Holders, Place, SearchRoot, ValueHolder, has_object
 from simplegraph.guard.reading import Comparison
-from simplegraph.guard.values import ORDER, PlainValues, place_name, shown_entry
+from simplegraph.guard.values import ORDER, PlainValues, class_key, place_name, shown_entry
 from simplegraph.program.breaks.marks import ACTIVE
 from simplegraph.program.program import SegmentRecorder
 from simplegraph.program.snapshot import ABSENT
 
 _MAX_KEYS = 256  # keys that are remembered, so that returning to earlier values costs nothing
 _MOST_VALUES = 5  # new values in a window of calls before a place is let go, or calls run eagerly
+_IN_BREAK = "let the break do what depends on it, or rename it if the forward reads something else of that name"
 _REMEDY = "pass it as a tensor, keep it in a buffer, or rename it if the code has its name for something else"
+_OF_TENSORS = frozenset({class_key(Tensor), class_key(nn.Parameter)})  # entries of tensors
 Entries = dict[Hashable, Any]  # by key, the key of a value, or the keys of its old and new value
 Changes = dict[Place, tuple[Hashable, Hashable]]
 _LISTS = (list, collections.deque)
@@ -124,6 +128,7 @@ class PlainState:
         self._own_changes: Changes = {}  # changes by runs of places that count, which no call has found yet
         self._let_go: dict[Place, int] = {}  # places that are left out, and the call since which they are
         self._restless: dict[Place, int] = {}  # places that make calls run eagerly, and the call since which they do
+        self._set_by_breaks: set[Place] = set()  # those of them that an eager break set
         self._closed: frozenset[str] = frozenset()  # names of containers in these two, whose contents are not read
         self._left_out: set[Place] = set()
         self._seen: dict[Place, set[Hashable]] = {}
@@ -300,33 +305,27 @@ class PlainState:
             for place in changed - before:
                 raise CannotBind(Reason.PYTHON_STATE, place_name(place))
 
-    def set_by_others(self, module: Any) -> list[tuple[dict[Any, Any], Any, Any]]:
-        """List the attributes that other code than the runs has set since `serving` began: their dict, name and value.
+    @contextlib.contextmanager
+    def kept_from_others(self, module: Any) -> Iterator[list[str]]:
+        """Surround what puts Python state back: what other code has set since `serving` began stays; yield its names.
 
-        Only those count whose names no code below the call sets, since a run may set others. With eager breaks none do.
+        Only attributes count whose names no code below the call sets, since a run may set others. With eager breaks
+        none do.
         """
+        others: dict[Place, tuple[dict[Any, Any], Any]] = {}  # by place, the dict of attributes, and the value
         with self._lock:
-            if self._claims:
-                return []
             self._look(module)
             holders = {holder.name: holder for comparison in self.comparisons for holder in comparison.holders}
-            found = []
-            for name, key in _changes(self._served, self._entries):
+            for name, key in _changes(self._served, self._entries) if not self._claims else ():
                 if name not in holders or name in self._containers or self._is_left_out((name, key)):
                     continue
                 if type(key) is str and key.isidentifier() and not (self._code and self._code.sets(key)):
                     attributes = holders[name].find()
                     if type(attributes) is dict and key in attributes:
-                        found.append((attributes, key, attributes[key]))
-            return found
-
-    @contextlib.contextmanager
-    def kept_from_others(self, module: Any) -> Iterator[list[str]]:
-        """Surround what puts Python state back during `serving`: what `set_by_others` lists stays; yield its names."""
-        others = self.set_by_others(module)
-        yield [name for _, name, _ in others]
-        for attributes, name, value in others:
-            attributes[name] = value
+                        others[name, key] = attributes, attributes[key]
+        yield list(map(place_name, others))
+        for (_, key), (attributes, value) in others.items():
+            attributes[key] = value
 
     # Reading values.
 
@@ -475,6 +474,7 @@ class PlainState:
             for place, since in list(places.items()):
                 if self.calls - since > _QUIET:
                     del places[place]
+                    self._set_by_breaks.discard(place)
                     self._news.pop(place, None)
         self._leave_out()
 
@@ -512,6 +512,8 @@ class PlainState:
                 self._counted.add(place)
                 self._own_changes |= {(place[0], key): change for key, change in values.items()}
             (self._filled.add if is_filled else self._filled.discard)(place)
+        if self._code is not None and self._code.has_breaks:
+            self._rest_after_breaks(changed)
         if is_whole:
             self._runs += 1
             unchanged = self._effects - changed.keys() - self._filled
@@ -520,13 +522,25 @@ class PlainState:
             self._counted_anew |= unchanged
         self._leave_out()
 
+    def _rest_after_breaks(self, changed: Mapping[Place, Entries]) -> None:
+        """Let calls run eagerly if an eager break set a value that the forward reads: graphs hold one from before.
+
+        A tensor that a break leaves is found by captures.
+        """
+        for place, values in changed.items():
+            if self._is_set_by_break(place) and any(now not in _OF_TENSORS for _, now in values.values()):
+                self._set_by_breaks.add(place)
+                self._restless[place] = self.calls
+
     def _claim(self, changes: Changes) -> None:
         """Leave out places that only eager breaks of a replay change, unless code in graphs may read them.
 
         The key stays that of the values before.
         """
         counted: Changes = {}
-        for place, values in self._by_effect(changes).items():
+        changed = self._by_effect(changes)
+        self._rest_after_breaks(changed)
+        for place, values in changed.items():
             if place in self._counted or (place not in self._effects and self._is_named(place)):
                 counted |= {(place[0], key): change for key, change in values.items()}
             else:
@@ -553,6 +567,15 @@ class PlainState:
     def _is_left_out(self, place: Place) -> bool:
         return not self._left_out.isdisjoint((place, (place[0], ALL)))
 
+    def _is_set_by_break(self, place: Place) -> bool:
+        """True if an eager break may set a place by its name, and the rest of the code names it, too."""
+        (name, key), code = place, self._code
+        if code is None or not self._is_named(place):
+            return False
+        if name in self._containers:
+            return not code.filled_by_breaks.isdisjoint(name.split("."))
+        return (name.rpartition(".")[2] if key == "cell_contents" else key) in code.set_by_breaks
+
     def _is_named(self, place: Place) -> bool:
         """True if code may lead to a place: it names the place, or a key that leads to it.
 
@@ -571,6 +594,8 @@ class PlainState:
         return any(part in code.names for part in (*keys, attribute, key) if type(part) is str)
 
     def _why(self, place: Place) -> str:
-        values = ", ".join(dict.fromkeys(value for _, value in self._news[place]))
         name = place[0] if place[1] is ALL else place_name(place)
+        if place in self._set_by_breaks:
+            return f"{name}, which an eager break set and the forward reads: {_IN_BREAK}"
+        values = ", ".join(dict.fromkeys(value for _, value in self._news[place]))
         return f"{name} takes new values all the time ({values}): {_REMEDY}"

@@ -120,9 +120,10 @@ class _CallProof:
             if plan.graph.keeps_writing_elsewhere():
                 plan.graph.leave_unverified("it keeps writing to other memory")
             return self._result
-        changed = mismatch is not None and bool(self._call.plain.set_by_others(self._call.module))
-        if self._ranks.any(f"a number that other code set during a proof of {self._label}", changed):
-            return self._result  # eager read another number than the graph; the next call is compared
+        with self._call.plain.kept_from_others(self._call.module) as others:
+            is_other = mismatch is not None and bool(others)  # eager read another number than the graph
+        if self._ranks.any(f"a number that other code set during a proof of {self._label}", is_other):
+            return self._result  # the next call is compared
         self._note(proof, mismatch, freed=freed)
         return self._result if mismatch is not None else plan.in_static_outputs(self._result)
 

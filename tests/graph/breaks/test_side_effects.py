@@ -473,4 +473,95 @@ def test_a_number_that_a_break_changes_counts_in_the_next_call_if_the_forward_re
         assert torch.equal(model(x), (x * factor + 1) * 2)
         factor += call in (8, 14)
         assert module.factor == factor
+    assert model.graph_stats.replays > 4
+
+
+LARGE = False
+
+
+class Deciding(nn.Module):
+    """Reads a flag, wherever it is kept, that its break has just set by the data."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.is_large = way, False
+        self.found, self.state = {"large": False}, SimpleNamespace(large=False)
+
+    @sg.eager_break
+    def look(self, x: Tensor) -> Tensor:
+        is_large = bool(x[0, 0] > 0)
+        if self.way == "attribute":
+            self.is_large = is_large
+        elif self.way == "dict":
+            self.found["large"] = is_large
+        elif self.way == "object":
+            self.state.large = is_large
+        elif self.way == "global":
+            global LARGE
+            LARGE = is_large
+        else:
+            return x * 2 if is_large else x.clone()
+        return x.clone()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.look(x + 1)
+        return y * 2 if self.is_large or self.found["large"] or self.state.large or LARGE else y + 0
+
+
+@pytest.mark.parametrize("verify", [0, 1])
+@pytest.mark.parametrize("way", ["attribute", "dict", "object", "global"])
+def test_a_forward_that_reads_what_its_break_sets_runs_eagerly(
+    device: torch.device, caplog: pytest.LogCaptureFixture, way: str, verify: int
+) -> None:
+    model = piecewise(Deciding(way), device, capture_sizes=[4], verify=verify)
+    for call in range(24):
+        x = torch.full((4, 4), 0.5 - 2 * (call % 2), device=device)
+        assert torch.equal(model(x), (x + 1) * (2 - call % 2))
+    assert "which an eager break set and the forward reads: let the break do what depends on it" in caplog.text
+    assert not model.graph_stats.replays
+
+
+def test_a_function_that_reads_a_variable_which_its_break_sets_runs_eagerly(device: torch.device) -> None:
+    is_large = False
+
+    @sg.eager_break
+    def look(x: Tensor) -> Tensor:
+        nonlocal is_large
+        is_large = bool(x[0, 0] > 0)
+        return x.clone()
+
+    def step(x: Tensor) -> Tensor:
+        y = look(x + 1)
+        return y * 2 if is_large else y + 0
+
+    function = sg.wrap(step, mode="PIECEWISE", capture_sizes=[4], verify=0, progress=False)
+    for call in range(24):
+        x = torch.full((4, 4), 0.5 - 2 * (call % 2), device=device)
+        with torch.no_grad():
+            assert torch.equal(function(x), (x + 1) * (2 - call % 2))
+    assert not function.graph_stats.replays
+
+
+def test_a_break_that_does_what_depends_on_a_flag_is_served(device: torch.device) -> None:
+    model = piecewise(Deciding("nowhere"), device, capture_sizes=[4])
+    for call in range(24):
+        x = torch.full((4, 4), 0.5 - 2 * (call % 2), device=device)
+        assert torch.equal(model(x), (x + 1) * (2 - call % 2))
     assert model.graph_stats.replays > 10
+
+
+def test_a_flag_that_a_break_sets_for_the_first_time_in_a_replay_counts_from_the_next_call(
+    device: torch.device, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = piecewise(Deciding("attribute"), device, capture_sizes=[4])
+    large, small = torch.full((4, 4), 1.5, device=device), torch.full((4, 4), -1.5, device=device)
+    for x in (large, small):  # a graph for each value of the flag
+        model.is_large = x is large
+        for _ in range(4):
+            assert torch.equal(model(x), (x + 1) * (1 + (x is large)))
+    assert model.graph_stats.captures == 2
+    for call in range(12):
+        x = small if call % 2 else large
+        assert torch.equal(model(x), (x + 1) * (1 + (x is large))) or call == 0
+        assert model.is_large is (x is large)
+    assert "is_large, which an eager break set and the forward reads" in caplog.text
