@@ -360,7 +360,7 @@ class GraphRunner:
                     anomaly_enabled() or saved_hooks(False) is not None or not saved_hooks_allowed()
                 ):
                     continue
-                if not layout.settings.hold():
+                if put_off is None and not layout.settings.hold():
                     continue
                 if (num_function_modes() or layout.modes) and function_modes() != layout.modes:
                     continue
@@ -392,6 +392,7 @@ class GraphRunner:
                         try:
                             result = plan.replay(leaves, copies)
                             is_same = put_off.holds(attributes) and reading.same(attributes, put_off, read)
+                            is_same = is_same and layout.settings.hold()
                         except Exception:  # raised again where it belongs: the call may be meant for another graph
                             is_same = False
                         if not is_same:

@@ -141,6 +141,25 @@ def test_other_changes_are_found_as_well(device, change):
         close(model(x), model.forward(x))
 
 
+def test_changed_settings_of_torch_are_found_as_well(device):
+    class Typed(Scaled):
+        def forward(self, x):
+            return super().forward(x) + torch.zeros(1, device=x.device)
+
+    model = warm(Typed(), device)
+    before = in_vain(model)
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert model(inputs(device).float()).dtype is torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert in_vain(model) == before + 1
+    for _ in range(4):
+        x = inputs(device)
+        close(model(x), model.forward(x))
+    assert in_vain(model) == before + 1  # these are compared before the launch
+
+
 MOVED = {
     "data": lambda p: setattr(p, "data", p.data + 1),
     "set_": lambda p: p.set_((p + 1).untyped_storage(), 0, p.shape, p.stride()),

@@ -247,7 +247,7 @@ MUTANTS = [
     Mutant(
         "settings of torch are not compared before a replay",
         "serve/runner.py",
-        "                if not layout.settings.hold():\n                    continue\n",
+        "                if put_off is None and not layout.settings.hold():\n                    continue\n",
         "",
         ("tests/module/test_torch_state.py", "tests/module/test_settings_of_the_recording.py"),
     ),
@@ -1749,6 +1749,13 @@ MUTANTS = [
         "serve/runner.py",
         "is_same = put_off.holds(attributes) and reading.same(attributes, put_off, read)",
         "is_same = put_off.holds(attributes)",
+        FIRST,
+    ),
+    Mutant(
+        "settings of torch are not compared after a launch",
+        "serve/runner.py",
+        "is_same = is_same and layout.settings.hold()",
+        "pass",
         FIRST,
     ),
     Mutant(
