@@ -157,7 +157,8 @@ class CodeBelow:
         cells: cells of closures, with the variable's name.
         functions: functions whose code was read; own: those of users, which may wrap a library's, or be wrapped by it.
         has_breaks: True if it leads to eager breaks, whose code is not among it.
-        eager_names: names that only eager breaks contain, which run eagerly whenever a graph is replayed.
+        eager_names: names that only eager breaks contain, which run eagerly whenever a graph is replayed. None if the
+            other code computes names.
         set_by_breaks: names of attributes and variables that eager breaks set.
         filled_by_breaks: names in functions of eager breaks that change items of containers.
     """
@@ -192,7 +193,8 @@ class CodeBelow:
         if self._breaks:
             eager = CodeBelow(classes, self._breaks, breaks=True, called=())
             codes = [function.__code__ for function in eager.functions]
-            self.eager_names = eager.names - self.names
+            if not self.computes_names:
+                self.eager_names = eager.names - self.names
             self.set_by_breaks.update(*map(set_in, codes))
             self.filled_by_breaks.update(*map(filled_in, codes))
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from simplegraph.base.objects import own_dict
 from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.guard.code_below import CodeBelow
-from simplegraph.guard.holders import ALL, Holders, Place, SearchRoot, ValueHolder, has_object
+from simplegraph.guard.holders import ALL, CLASS, Holders, Place, SearchRoot, ValueHolder, has_object
 from simplegraph.guard.reading import Comparison
 from simplegraph.guard.values import ORDER, PlainValues, class_key, place_name, shown_entry
 from simplegraph.program.breaks.marks import ACTIVE
@@ -528,7 +528,9 @@ class PlainState:
         A tensor that a break leaves is found by captures.
         """
         for place, values in changed.items():
-            if self._is_set_by_break(place) and any(now not in _OF_TENSORS for _, now in values.values()):
+            is_opened = place[1] == CLASS and ABSENT in values[CLASS]  # an object got its first attribute, or lost it
+            is_plain = not is_opened and any(now not in _OF_TENSORS for _, now in values.values())
+            if is_plain and self._is_set_by_break(place):
                 self._set_by_breaks.add(place)
                 self._restless[place] = self.calls
 
@@ -568,13 +570,14 @@ class PlainState:
         return not self._left_out.isdisjoint((place, (place[0], ALL)))
 
     def _is_set_by_break(self, place: Place) -> bool:
-        """True if an eager break may set a place by its name, and the rest of the code names it, too."""
+        """True if an eager break may set a place, or what leads to it, and the rest of the code may read it."""
         (name, key), code = place, self._code
-        if code is None or not self._is_named(place):
+        if code is None or not (code.computes_names or self._is_named(place)):
             return False
-        if name in self._containers:
-            return not code.filled_by_breaks.isdisjoint(name.split("."))
-        return (name.rpartition(".")[2] if key == "cell_contents" else key) in code.set_by_breaks
+        ways = {*name.split("."), *([key] if type(key) is str else ())}
+        return not ways.isdisjoint(code.set_by_breaks) or (
+            name in self._containers and not ways.isdisjoint(code.filled_by_breaks)
+        )
 
     def _is_named(self, place: Place) -> bool:
         """True if code may lead to a place: it names the place, or a key that leads to it.

@@ -57,7 +57,10 @@ CHARACTERS = ("steady", "steady", "steady", "toggled", "many", "effect", "effect
 
 @dataclasses.dataclass(frozen=True)
 class Placed:
-    """A value at a place: names in the grammar, the code that uses it, directly or once it is read, and effects."""
+    """A value at a place: names in the grammar, the code that uses it, directly or once it is read, and effects.
+
+    If `broken` is "before" or "after", an eager break makes the effect, before or after the value is read.
+    """
 
     number: int
     spot: str
@@ -67,6 +70,7 @@ class Placed:
     where: str
     is_direct: bool = False
     effect: str = ""
+    broken: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,13 +110,21 @@ class StateProgram:
             code = [f"v$ = {spot.read}", placed.use.replace("V", "v$")]
             if placed.is_direct:
                 code = [placed.use.replace("V", f"({spot.read})")]
-            code += [placed.effect] if placed.effect else []
+            breaking = []
+            if placed.broken:
+                effect = _indented([fill(placed.effect), "return h + 0"], 1)
+                breaking = [f"@BREAK\ndef act{placed.number}(self, h):\n{effect}"]
+                code.insert(len(code) if placed.broken == "after" else 0, "h = self.act$(h)")
+                named = tuple(re.findall(r"[A-Za-z_]\w*", fill(placed.effect)))
+                code.append(f"named$ = {named}")  # what only breaks name does not count
+            elif placed.effect:
+                code.append(placed.effect)
             code = [fill(line) for line in code]
             if owner == "Part$":
                 parts.append(
                     f"\n\nclass Part{placed.number}(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
                     + _indented([fill(spot.setup)], 2)
-                    + _indented([fill(spot.body)], 1)
+                    + _indented([fill(spot.body), *breaking], 1)
                     + f"    def forward(self, h{_argument(placed, '=None')}):\n"
                     + _indented([*code, "return h"], 2)
                 )
@@ -120,7 +132,7 @@ class StateProgram:
                 forward.append(f"h = self.part{placed.number}(h{_argument(placed)})")
                 continue
             setup.append(fill(spot.setup))
-            body.append(fill(spot.body))
+            body += [fill(spot.body), *breaking]
             turn = f"def turn{placed.number}(self, h{_argument(placed, '=None')}):\n"
             turn += _indented([*code, "return h"], 1)
             if placed.where == "method":
@@ -251,6 +263,8 @@ def state_program(seed: int, without: frozenset[str] = frozenset()) -> StateProg
     settings: dict[str, Any] = {} if form == "step" else {"capture_sizes": rng.choice(SIZES)}
     if settings and rng.random() < 0.2:
         settings["outputs"] = "static"
+    if any(placed.broken for placed in pieces):
+        settings["mode"] = "PIECEWISE"
     optimizer = rng.choice(sorted(OPTIMIZERS)) if form == "step" else ""
     events = tuple(_events(rng, form, character, pieces, settings))
     return StateProgram(seed, form, optimizer, pieces, settings, events)
@@ -269,9 +283,9 @@ def _placed(rng: random.Random, number: int, form: str, character: str, without:
     is_done = character == "effect" and is_found and spot_name not in UNDONE
     effect = _effect(rng, spot, kind) if is_done else ""
     is_direct = rng.random() < 0.5
-    return Placed(
-        number, spot_name, kind_name, rng.choice(kind.values), rng.choice(kind.uses), where, is_direct, effect
-    )
+    broken = rng.choice(["", "before", "after"]) if effect and is_own else ""
+    value, use = rng.choice(kind.values), rng.choice(kind.uses)
+    return Placed(number, spot_name, kind_name, value, use, where, is_direct, effect, broken)
 
 
 def _effect(rng: random.Random, spot: Spot, kind: Kind) -> str:

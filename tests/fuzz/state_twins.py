@@ -36,7 +36,8 @@ class StateTwins:
     """Two modules of Python from one source: what one calls `RUN` and `STATE` has graphs, the other's are eager.
 
     Args:
-        source: defines ``make()``, which returns what is called and what changes call ``m``; it wraps with ``WRAP``.
+        source: defines ``make()``, which returns what is called and what changes call ``m``; it wraps with ``WRAP``,
+            and marks eager breaks with ``BREAK``.
         form: "module" to wrap what it returns, "mixin" to let its class have graphs; else it does that itself.
         device: where.
         places: expressions of changes, whose values must be the same in both after each call.
@@ -58,6 +59,7 @@ class StateTwins:
         for is_graphed in (True, False):
             file = types.ModuleType("program")
             vars(file).update(DEVICE=self.device, WRAP=self._wrapper(is_graphed, settings), this=file)
+            vars(file).update(BREAK=sg.eager_break if is_graphed else lambda function: function)
             torch.manual_seed(seed)
             with mock.patch.dict(sys.modules, {file.__name__: file}):  # dataclasses look there
                 exec(compile(source, f"<{'graphs' if is_graphed else 'eager'}>", "exec"), vars(file))

@@ -51,8 +51,7 @@ def test_every_form_notices_another_value_and_serves_again(device: torch.device,
 def test_each_program_shows_what_it_changes(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the tests above would pass without any guard."""
     values = PlainValues({})
-    for method in ("__call__", "now"):
-        monkeypatch.setattr(PlainState, method, lambda *_: values)
+    monkeypatch.setattr(PlainState, "_values", lambda *_: values)
     for spot, kind in (("dict", "int"), ("slot", "date"), ("global list", "enum"), ("closure", "str")):
         assert changed(spot, kind, "module").difference(str(device)) is not None
 
@@ -61,8 +60,7 @@ def test_the_text_of_a_program_that_differs_runs_by_itself(
     device: torch.device, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     values = PlainValues({})
-    for method in ("__call__", "now"):
-        monkeypatch.setattr(PlainState, method, lambda *_: values)
+    monkeypatch.setattr(PlainState, "_values", lambda *_: values)
     monkeypatch.setattr(changes, "BLOCK", 1)
     assert state.main(["--calls", "2000", "--most", "1", "--whole", "--device", str(device)]) == 1
     told = capsys.readouterr().out

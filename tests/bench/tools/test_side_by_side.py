@@ -65,6 +65,6 @@ def test_what_is_done_is_kept_when_the_time_is_over() -> None:
     tasks: Any = {"hangs": (hangs, ()), "first": (tells_gpu, ()), "second": (tells_gpu, ())}
     fresh.call(time.sleep, 0, seconds=60)  # starts what processes are forked from
     began = time.monotonic()
-    found = dict(SideBySide(workers=2, gpus=2, seconds=60, total=1).run(tasks))
-    assert time.monotonic() - began < 10
+    found = dict(SideBySide(workers=2, gpus=2, seconds=60, total=4).run(tasks))
+    assert time.monotonic() - began < 30
     assert found == {"first": 0, "second": 1}
