@@ -200,9 +200,11 @@ class Undo(contextlib.ExitStack):
         snapshot = Snapshot(module, code=code)
 
         def put_back() -> None:
-            with contextlib.nullcontext() if plain is None else plain.kept_from_others(module):
-                snapshot.take_done_flags()
-                snapshot.put_back(snapshot.changes())
+            others = [] if plain is None else plain.set_by_others(module)
+            snapshot.take_done_flags()
+            snapshot.put_back(snapshot.changes())
+            for attributes, name, value in others:
+                attributes[name] = value
 
         self.callback(put_back)
         return snapshot

@@ -44,7 +44,7 @@ class CallTable:
         self.bindings: dict[Hashable, Binding] = {}
         self.layouts: list[CallLayout] = []
         self.state_key = config.state_key
-        self.plain = PlainState(breaks=CudaGraphMode.FULL.name in config.mode.value)
+        self.plain = PlainState(breaks=CudaGraphMode.FULL.name in config.mode.value, proves=config.verify > 0)
         self.refusals = Refusals(self.plain)
         self._reader: CallReader | None = None
 

@@ -32,8 +32,6 @@ _FILLING = frozenset({"append", "appendleft", "extend", "add", "update"})
 _METHOD_LOADS = frozenset({"LOAD_METHOD", "LOAD_ATTR"})
 _NO_LOADS = frozenset({"LOAD_CLOSURE", "COPY_FREE_VARS", "MAKE_CELL", "CACHE", "PRECALL", "EXTENDED_ARG", "LOAD_CONST"})
 _SETTING = frozenset({"setattr", "__setattr__", "delattr", "vars", "__dict__"})  # by computed names
-_ITEM_STORES = frozenset({"STORE_SUBSCR", "DELETE_SUBSCR"})
-_CHANGING = _FILLING | {"clear", "discard", "insert", "pop", "popitem", "remove", "setdefault"}  # methods of containers
 _STORES = frozenset({"STORE_ATTR", "DELETE_ATTR", "STORE_GLOBAL", "DELETE_GLOBAL", "STORE_NAME", "STORE_DEREF"})
 _COMPUTING = frozenset({"getattr", "vars", "__dict__", "__getattribute__", "attrgetter"})
 _MAX_FUNCTIONS = 2_000
@@ -98,15 +96,6 @@ def set_in(code: types.CodeType) -> frozenset[str]:
     return frozenset(own).union(*inner)
 
 
-@functools.lru_cache(maxsize=4096)
-def filled_in(code: types.CodeType) -> frozenset[str]:
-    """Return the names of attributes and globals in code that changes items of containers, inner functions included."""
-    inner = (filled_in(value) for value in code.co_consts if issubclass(type(value), types.CodeType))
-    stores = any(step.opname in _ITEM_STORES for step in dis.get_instructions(code))
-    is_filling = stores or not _CHANGING.isdisjoint(code.co_names)
-    return frozenset(code.co_names if is_filling else ()).union(*inner)
-
-
 def _is_method(step: dis.Instruction) -> bool:
     """True if an instruction loads an attribute that the next instructions call as a method."""
     flagged = step.opname == "LOAD_ATTR" and _FLAGS_METHODS and bool((step.arg or 0) & 1)
@@ -159,8 +148,6 @@ class CodeBelow:
         has_breaks: True if it leads to eager breaks, whose code is not among it.
         eager_names: names that only eager breaks contain, which run eagerly whenever a graph is replayed. None if the
             other code computes names.
-        set_by_breaks: names of attributes and variables that eager breaks set.
-        filled_by_breaks: names in functions of eager breaks that change items of containers.
     """
 
     def __init__(
@@ -188,15 +175,10 @@ class CodeBelow:
             self._add(function, 0)
         while self._to_read and len(self._read) < _MAX_FUNCTIONS:
             self._read_code(*self._to_read.popleft())
-        self.eager_names, self.set_by_breaks, self.filled_by_breaks = set[str](), set[str](), set[str]()
-        self.has_breaks = bool(self._breaks)
-        if self._breaks:
-            eager = CodeBelow(classes, self._breaks, breaks=True, called=())
-            codes = [function.__code__ for function in eager.functions]
-            if not self.computes_names:
-                self.eager_names = eager.names - self.names
-            self.set_by_breaks.update(*map(set_in, codes))
-            self.filled_by_breaks.update(*map(filled_in, codes))
+        self._eager = CodeBelow(classes, self._breaks, breaks=True) if self._breaks else None
+        self.has_breaks, self.eager_names = self._eager is not None, set[str]()
+        if self._eager is not None and not self.computes_names:
+            self.eager_names = self._eager.names - self.names
 
     @property
     def computes_names(self) -> bool:
@@ -204,7 +186,9 @@ class CodeBelow:
         return not _COMPUTING.isdisjoint(self.names)
 
     def sets(self, name: str) -> bool:
-        """True if the code may set or delete an attribute or a global of this name."""
+        """True if the code, eager breaks included, may set or delete an attribute or a variable of this name."""
+        if self._eager is not None and self._eager.sets(name):
+            return True
         return not _SETTING.isdisjoint(self.names) or any(name in set_in(each.__code__) for each in self.functions)
 
     def only_fills(self, name: str) -> bool:

@@ -30,13 +30,15 @@ from simplegraph.program.snapshot import ABSENT
 
 _MAX_KEYS = 256  # keys that are remembered, so that returning to earlier values costs nothing
 _MOST_VALUES = 5  # new values in a window of calls before a place is let go, or calls run eagerly
-_IN_BREAK = "let the break do what depends on it, or rename it if the forward reads something else of that name"
+IN_BREAK = "let the break do what depends on it, or rename it if the forward only names something else like it"
 _REMEDY = "pass it as a tensor, keep it in a buffer, or rename it if the code has its name for something else"
 _OF_TENSORS = frozenset({class_key(Tensor), class_key(nn.Parameter)})  # entries of tensors
 Entries = dict[Hashable, Any]  # by key, the key of a value, or the keys of its old and new value
 Changes = dict[Place, tuple[Hashable, Hashable]]
 _LISTS = (list, collections.deque)
-_WINDOW, _QUIET = 32, 256  # calls; after so many without a new value a place counts again
+_WINDOW = 32  # calls
+_QUIET = 256  # calls without a new value after which a place counts again
+_RESTS = (1, _WINDOW, _QUIET)  # calls without one after an eager break set the place, for the first time and later
 
 
 def _parts(parts: Iterable[tuple[str, frozenset[Any]]]) -> frozenset[tuple[str, frozenset[Any]]]:
@@ -85,6 +87,7 @@ class PlainState:
 
     Args:
         breaks: True if values that eager breaks read count as well, since graphs hold them.
+        proves: True if graphs are compared with eager.
 
     Attributes:
         comparisons: at most one, which determines the values of a call while it holds and has a key.
@@ -93,8 +96,8 @@ class PlainState:
         scripts: names of the TorchScript modules and functions that calls lead to.
     """
 
-    def __init__(self, *, breaks: bool) -> None:
-        self._breaks = breaks
+    def __init__(self, *, breaks: bool, proves: bool = True) -> None:
+        self._breaks, self._proves = breaks, proves
         self._lock = threading.RLock()
         self.comparisons: list[Comparison] = []  # one; cleared once an object ends whose attributes are kept
         self._alive: list[bool] = []  # also cleared then, so that a comparison being made meanwhile is not kept
@@ -115,7 +118,6 @@ class PlainState:
         self.calls = 0
         self.must_look = False
         self._is_serving = False
-        self._claims = False  # whether changes since `serving` began are the module's own
         self._is_unread = False  # runs were not looked at since the last look
         self._served: dict[str, Entries] = {}  # the entries before captures and proofs
         self._changed: set[Place] = set()  # places that the real run before the latest captures changed
@@ -128,7 +130,10 @@ class PlainState:
         self._own_changes: Changes = {}  # changes by runs of places that count, which no call has found yet
         self._let_go: dict[Place, int] = {}  # places that are left out, and the call since which they are
         self._restless: dict[Place, int] = {}  # places that make calls run eagerly, and the call since which they do
-        self._set_by_breaks: set[Place] = set()  # those of them that an eager break set
+        self._set_by_breaks: set[Place] = set()  # places that eager breaks of replays set, and graphs may read
+        self._set_by_run: dict[Place, Entries] = {}  # the changes of the latest run, by place
+        self._rests: dict[Place, int] = {}  # how often these have made calls run eagerly so far
+        self._harmless: set[Place] = set()  # places that eager breaks set, and no graph reads
         self._closed: frozenset[str] = frozenset()  # names of containers in these two, whose contents are not read
         self._left_out: set[Place] = set()
         self._seen: dict[Place, set[Hashable]] = {}
@@ -221,10 +226,14 @@ class PlainState:
 
     def forget(self) -> None:
         """Find the holders of values again at the next call, and forget changes so far."""
-        self.comparisons.clear()
-        self._restless.clear()
-        self._news.clear()
-        self._lengths = []
+        with self._lock:
+            self.comparisons.clear()
+            self._restless.clear()
+            self._set_by_breaks.clear()
+            self._rests.clear()
+            self._harmless.clear()
+            self._news.clear()
+            self._lengths = []
 
     @contextlib.contextmanager
     def run(self, module: Any, *, is_read: bool = False) -> Iterator[None]:
@@ -276,9 +285,9 @@ class PlainState:
         """
         with self._lock:
             if self._values(module) is not self._asked:
-                raise CannotBind(Reason.PYTHON_STATE, "other code changed what the call reads before it was served")
+                raise CannotBind(Reason.WARMUP, "other code changed what the call reads")
             before = self._served = self._entries
-            self._is_serving, self._claims = True, claims
+            self._is_serving = True
         try:
             yield
         finally:
@@ -305,27 +314,23 @@ class PlainState:
             for place in changed - before:
                 raise CannotBind(Reason.PYTHON_STATE, place_name(place))
 
-    @contextlib.contextmanager
-    def kept_from_others(self, module: Any) -> Iterator[list[str]]:
-        """Surround what puts Python state back: what other code has set since `serving` began stays; yield its names.
+    def set_by_others(self, module: Any) -> list[tuple[dict[Any, Any], Any, Any]]:
+        """List the attributes that other code than the runs has set since `serving` began: their dict, name and value.
 
-        Only attributes count whose names no code below the call sets, since a run may set others. With eager breaks
-        none do.
+        Only those count whose names no code below the call sets, since a run may set others.
         """
-        others: dict[Place, tuple[dict[Any, Any], Any]] = {}  # by place, the dict of attributes, and the value
         with self._lock:
             self._look(module)
             holders = {holder.name: holder for comparison in self.comparisons for holder in comparison.holders}
-            for name, key in _changes(self._served, self._entries) if not self._claims else ():
+            found = []
+            for name, key in _changes(self._served, self._entries):
                 if name not in holders or name in self._containers or self._is_left_out((name, key)):
                     continue
                 if type(key) is str and key.isidentifier() and not (self._code and self._code.sets(key)):
                     attributes = holders[name].find()
                     if type(attributes) is dict and key in attributes:
-                        others[name, key] = attributes, attributes[key]
-        yield list(map(place_name, others))
-        for (_, key), (attributes, value) in others.items():
-            attributes[key] = value
+                        found.append((attributes, key, attributes[key]))
+            return found
 
     # Reading values.
 
@@ -474,7 +479,6 @@ class PlainState:
             for place, since in list(places.items()):
                 if self.calls - since > _QUIET:
                     del places[place]
-                    self._set_by_breaks.discard(place)
                     self._news.pop(place, None)
         self._leave_out()
 
@@ -512,7 +516,8 @@ class PlainState:
                 self._counted.add(place)
                 self._own_changes |= {(place[0], key): change for key, change in values.items()}
             (self._filled.add if is_filled else self._filled.discard)(place)
-        if self._code is not None and self._code.has_breaks:
+        self._set_by_run = changed
+        if not self._proves and self._code is not None and self._code.has_breaks:
             self._rest_after_breaks(changed)
         if is_whole:
             self._runs += 1
@@ -522,17 +527,47 @@ class PlainState:
             self._counted_anew |= unchanged
         self._leave_out()
 
-    def _rest_after_breaks(self, changed: Mapping[Place, Entries]) -> None:
-        """Let calls run eagerly if an eager break set a value that the forward reads: graphs hold one from before.
+    def note_equal(self, before: dict[Place, Any]) -> bool:
+        """Note that a replay of a graph equalled the latest run, eager breaks included.
 
-        A tensor that a break leaves is found by captures.
+        Code in graphs does not read what breaks set in two such runs that found different values. If a value is part
+        of the key, all runs of a graph find the same one, and code before the breaks may read it.
+
+        Args:
+            before: what runs found in the places that they set, if replays of this graph equalled them; added to here.
+
+        Returns:
+            True if the next run need not be compared as well.
+        """
+        found = {place: {key: was for key, (was, _) in values.items()} for place, values in self._set_by_run.items()}
+        may_be_read = {place: values for place, values in found.items() if self._may_be_read(place)}
+        met = {place for place, values in may_be_read.items() if place in before}
+        self._harmless |= {place for place in met if place in self._counted or before[place] != may_be_read[place]}
+        before |= {place: values for place, values in may_be_read.items() if place not in met}
+        return may_be_read.keys() <= self._harmless
+
+    def may_be_read(self) -> list[str]:
+        """Name what the latest run set, and what code in graphs may read."""
+        return [_shown_place(place) for place in self._set_by_run if self._may_be_read(place)]
+
+    def _may_be_read(self, place: Place) -> bool:
+        computes = self._code is not None and self._code.computes_names
+        return place not in self._harmless and (computes or self._is_named(place))
+
+    def _rest_after_breaks(self, changed: Mapping[Place, Entries]) -> None:
+        """Let the next calls run eagerly if eager breaks set what code in graphs may read.
+
+        A graph would go on with the value from before. A tensor that a break leaves is found by captures.
         """
         for place, values in changed.items():
             is_opened = place[1] == CLASS and ABSENT in values[CLASS]  # an object got its first attribute, or lost it
-            is_plain = not is_opened and any(now not in _OF_TENSORS for _, now in values.values())
-            if is_plain and self._is_set_by_break(place):
-                self._set_by_breaks.add(place)
-                self._restless[place] = self.calls
+            if is_opened or all(now in _OF_TENSORS for _, now in values.values()) or not self._may_be_read(place):
+                continue
+            if place not in self._restless:
+                self._rests[place] = self._rests.get(place, -1) + 1
+            quiet = _RESTS[min(self._rests[place], len(_RESTS) - 1)]
+            self._restless[place] = self.calls - (_QUIET - quiet)
+            self._set_by_breaks.add(place)
 
     def _claim(self, changes: Changes) -> None:
         """Leave out places that only eager breaks of a replay change, unless code in graphs may read them.
@@ -569,16 +604,6 @@ class PlainState:
     def _is_left_out(self, place: Place) -> bool:
         return not self._left_out.isdisjoint((place, (place[0], ALL)))
 
-    def _is_set_by_break(self, place: Place) -> bool:
-        """True if an eager break may set a place, or what leads to it, and the rest of the code may read it."""
-        (name, key), code = place, self._code
-        if code is None or not (code.computes_names or self._is_named(place)):
-            return False
-        ways = {*name.split("."), *([key] if type(key) is str else ())}
-        return not ways.isdisjoint(code.set_by_breaks) or (
-            name in self._containers and not ways.isdisjoint(code.filled_by_breaks)
-        )
-
     def _is_named(self, place: Place) -> bool:
         """True if code may lead to a place: it names the place, or a key that leads to it.
 
@@ -597,8 +622,12 @@ class PlainState:
         return any(part in code.names for part in (*keys, attribute, key) if type(part) is str)
 
     def _why(self, place: Place) -> str:
-        name = place[0] if place[1] is ALL else place_name(place)
+        name = _shown_place(place)
         if place in self._set_by_breaks:
-            return f"{name}, which an eager break set and the forward reads: {_IN_BREAK}"
+            return f"{name}, which an eager break set and the forward may read: {IN_BREAK}"
         values = ", ".join(dict.fromkeys(value for _, value in self._news[place]))
         return f"{name} takes new values all the time ({values}): {_REMEDY}"
+
+
+def _shown_place(place: Place) -> str:
+    return place[0] if place[1] is ALL else place_name(place)

@@ -200,6 +200,7 @@ class CapturedGraph:
         proof_distance: replays between the last comparison and the next one; it doubles. 0 before the first comparison.
         uncompared_runs: the number of calls that could not be compared.
         operators: a hash of the operators of an eager run with as many rows as the graph; None before such a run.
+        set_by_breaks: what runs found in places of Python that they set, if replays equalled these runs.
         describe_freed: called before the graph's first proof. It describes a kernel that uses memory freed since the
             capture, and returns None if there is none.
     """
@@ -213,6 +214,7 @@ class CapturedGraph:
     proof_distance: int = 0
     uncompared_runs: int = 0
     operators: int | None = None
+    set_by_breaks: dict[Any, Any] = dataclasses.field(default_factory=dict)
     describe_freed: Callable[[], str | None] = lambda: None
 
     def verdict(self, rows: int) -> RowVerdict:

@@ -456,10 +456,12 @@ class GraphBuilder:
                 raise self._pass_carried(call, error, observation) from None
             finally:
                 # Another thread may have set a number while the forward was recorded, before or after it was read.
-                with call.plain.kept_from_others(call.module) as others:
-                    kept = state.put_back()
-        if others:
-            raise CannotBind(Reason.PYTHON_STATE, f"{others[0]}, which other code set during the capture")
+                others = call.plain.set_by_others(call.module)
+                kept = state.put_back()
+                for attributes, name, value in others:
+                    attributes[name] = value
+        for _, name, _ in others:
+            raise CannotBind(Reason.WARMUP, f"{name}, which other code set during the capture")
         summary = capture.inspect(summary)
         if jobs and jobs[0].arguments is not None:  # all jobs share one `HostArguments`
             self._learn_hosts(call, jobs[0].arguments)

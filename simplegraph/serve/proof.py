@@ -17,7 +17,9 @@ from simplegraph.call.external_memory import MemoryInUse, Undo, drawn_generators
 from simplegraph.call.plan import Plan
 from simplegraph.device.protocol import CAPTURE_LOCK
 from simplegraph.device.saved_state import SavedMemory
+from simplegraph.guard.plain_state import IN_BREAK
 from simplegraph.manager.replay_proof import OTHER_OPERATORS, Effects, ReplayProof, by_least_precise, first_difference
+from simplegraph.program.escapes import quoted
 from simplegraph.program.index_checks import IndexChecks
 from simplegraph.program.observe import MemoryObserver
 
@@ -25,7 +27,7 @@ logger = logging.getLogger("simplegraph")
 
 _REMEDY = (
     "simplegraph.check(module, inputs) says more, and tries what padding writes. If the forward mixes rows, set "
-    "padding=False, or declare pad_values; if it reads numbers or flags of Python, name them in state_key."
+    "padding=False, or declare pad_values; if it reads what Python cannot show, name that in state_key."
 )
 
 
@@ -120,8 +122,8 @@ class _CallProof:
             if plan.graph.keeps_writing_elsewhere():
                 plan.graph.leave_unverified("it keeps writing to other memory")
             return self._result
-        with self._call.plain.kept_from_others(self._call.module) as others:
-            is_other = mismatch is not None and bool(others)  # eager read another number than the graph
+        # Then eager read another number than the graph.
+        is_other = mismatch is not None and bool(self._call.plain.set_by_others(self._call.module))
         if self._ranks.any(f"a number that other code set during a proof of {self._label}", is_other):
             return self._result  # the next call is compared
         self._note(proof, mismatch, freed=freed)
@@ -258,14 +260,19 @@ class _CallProof:
             alone = self._ranks.size == 1
             cost = proof.seconds / proof.replay_seconds if alone else _COST_WITH_RANKS
             graph.prove(call.batch, first_distance(cost, table.config.verify), per_row_count=alone)
+            if plan.program.breaks and not call.plain.note_equal(graph.set_by_breaks):
+                graph.compare_again()  # with what the breaks have set now
             return
         text, where, difference = verdict
+        remedy = _REMEDY
+        if plan.program.breaks and (names := call.plain.may_be_read()):
+            remedy = f"An eager break set {quoted(names)}, which the forward may read: {IN_BREAK}."
         if plan.padding and not freed:
             verb = "changes" if self._is_certain else "may change"
             text = f"padding {call.batch} rows to {call.padded} {verb} the answer{where}"
             if call.binding.padding_refusal is None:  # `learn_numbers` may have warned already
                 warn = table.config.on_capture_failure != "raise"
-                call.binding.stop_padding(table, text, difference, _REMEDY, warn=warn)
+                call.binding.stop_padding(table, text, difference, remedy, warn=warn)
         else:
-            self._owner.refuse(call, f"{text}: {difference}", _REMEDY)
-        proof.fail(text, difference, _REMEDY)
+            self._owner.refuse(call, f"{text}: {difference}", remedy)
+        proof.fail(text, difference, remedy)

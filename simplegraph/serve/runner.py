@@ -70,6 +70,7 @@ _COMPILED = (
     "simplegraph.wrap(torch.compile(module))"
 )
 # Runs of `capture_all`: the first may change settings of torch, show the GPU, and show which CPU tensors move there.
+_PASSING = frozenset({Reason.PYTHON_STATE, Reason.WARMUP, Reason.WRONG_DEVICE})  # reasons that a further run may end
 _RUNS_TO_SETTLE = 4
 
 
@@ -751,7 +752,7 @@ class GraphRunner:
                     # show which device inputs are moved to. A run may keep a mode that the example passes.
                     if self.carried.stale and remaining_runs:
                         self.relearn()
-                    elif error.reason not in (Reason.PYTHON_STATE, Reason.WRONG_DEVICE) or not remaining_runs:
+                    elif error.reason not in _PASSING or not remaining_runs:
                         raise InputError(f"{method} cannot use this call: {error.explained}") from None
 
     def static_inputs(self, size: int | None) -> dict[str, Tensor]:

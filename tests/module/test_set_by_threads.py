@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import simplegraph as sg
 from simplegraph.device.select import graph_device
+from simplegraph.guard.plain_state import PlainState
 from simplegraph.serve.runner import GraphRunner
 
 pytestmark = pytest.mark.usefixtures("no_grad")
@@ -41,12 +42,13 @@ def in_thread(function: Callable[[], object]) -> None:
     thread.join()
 
 
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE", "FULL_AND_PIECEWISE"])
 @pytest.mark.parametrize("verify", [0, 1])
 @pytest.mark.parametrize("upfront", [False, True])
 def test_a_number_that_is_set_during_the_capture_is_not_kept_nor_lost(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch, upfront: bool, verify: int
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, upfront: bool, verify: int, mode: Any
 ) -> None:
-    model: Any = sg.wrap(Scaled().to(device).eval(), capture_sizes=[4], verify=verify, progress=False)
+    model: Any = sg.wrap(Scaled().to(device).eval(), capture_sizes=[4], verify=verify, mode=mode, progress=False)
     relu, is_set = torch.relu, False
 
     def setting(y: Tensor) -> Tensor:  # the forward has not read the number yet
@@ -70,6 +72,50 @@ def test_a_number_that_is_set_during_the_capture_is_not_kept_nor_lost(
             x = torch.randn(4, WIDTH, device=device)
             torch.testing.assert_close(model(x), expected(model, x))
     assert model.graph_stats.replays
+
+
+@pytest.mark.parametrize("back", [False, True])
+def test_a_number_that_is_set_once_during_a_capture_costs_one_capture(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, back: bool
+) -> None:
+    model: Any = sg.wrap(Scaled().to(device).eval(), capture_sizes=[4], progress=False)
+    relu, captured = torch.relu, 0
+
+    def setting(y: Tensor) -> Tensor:
+        nonlocal captured
+        if graph_device(device).is_capturing():
+            captured += 1
+            if captured == 1:
+                in_thread(functools.partial(setattr, model, "scale", 2.0))
+        return relu(y)
+
+    monkeypatch.setattr(torch, "relu", setting)
+    for _ in range(10):
+        x = torch.randn(4, WIDTH, device=device)
+        torch.testing.assert_close(model(x), expected(model, x)) if captured != 1 else model(x)
+        if captured == 1 and back:
+            model.scale = 1.0
+    assert model.graph_stats.replays > 5
+
+
+def test_another_thread_may_reset_graphs_at_any_time(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = sg.wrap(Scaled().to(device).eval(), capture_sizes=[4], progress=False)
+    why, threads = PlainState._why, list[threading.Thread]()
+
+    def resetting(state: PlainState, place: Any) -> str:
+        if not threads:
+            threads.append(threading.Thread(target=model.reset_graphs))
+            threads[0].start()
+            threads[0].join(0.2)
+        return why(state, place)
+
+    monkeypatch.setattr(PlainState, "_why", resetting)
+    for number in range(20):
+        model.scale = float(number)
+        x = torch.randn(4, WIDTH, device=device)
+        torch.testing.assert_close(model(x), expected(model, x))
+    assert threads
+    threads[0].join()
 
 
 @pytest.mark.parametrize("verify", [0, 1])
@@ -101,12 +147,13 @@ def test_numbers_that_one_thread_sets_while_others_call(device: torch.device, ve
     assert wrong == 0
 
 
+@pytest.mark.parametrize("back", [False, True])
 @pytest.mark.parametrize("upfront", [False, True])
 def test_a_number_that_is_set_between_the_reading_of_a_call_and_its_capture(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch, upfront: bool
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, upfront: bool, back: bool
 ) -> None:
     model: Any = sg.wrap(Scaled().to(device).eval(), capture_sizes=[4], verify=0, progress=False)
-    read, others = GraphRunner._read, []
+    read, others = GraphRunner._read, list[threading.Thread]()
 
     def setting(*args: Any, **kwargs: Any) -> Any:
         found = read(*args, **kwargs)
@@ -124,12 +171,12 @@ def test_a_number_that_is_set_between_the_reading_of_a_call_and_its_capture(
     else:
         model(torch.randn(4, WIDTH, device=device))
     others[0].join()
-    for scale in (1.0, 2.0, 1.0):
+    for scale in (1.0, 1.0, 1.0) if back else (1.0, 2.0, 1.0):
         model.scale = scale
-        for _ in range(3):
+        for _ in range(4):
             x = torch.randn(4, WIDTH, device=device)
             torch.testing.assert_close(model(x), expected(model, x))
-    assert model.graph_stats.replays
+    assert model.graph_stats.replays > 6
 
 
 class Squashed(Scaled):
