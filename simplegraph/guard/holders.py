@@ -384,6 +384,15 @@ def _items(container: Any) -> list[tuple[Any, Any]]:
     return [(item, True) for item in items] if issubclass(type(container), set) else list(enumerate(items))
 
 
+def is_of_tensor(entry: Any) -> bool:
+    """True for an entry of a tensor, or of a tuple of tensors."""
+    if type(entry) is tuple and len(entry) == 3 and entry[0] is _PARTS:
+        return bool(entry[2]) and all(map(is_of_tensor, entry[2]))
+    if type(entry) is tuple and len(entry) == 2 and issubclass(type(entry[0]), type):
+        return issubclass(entry[0], Tensor)
+    return entry in (class_key(Tensor), class_key(nn.Parameter))
+
+
 def has_object(entry: Hashable) -> bool:
     """True if the entry of a value contains an object, which may lead to more values."""
     if type(entry) is tuple and entry and entry[0] is _PARTS:

@@ -16,14 +16,12 @@ import weakref
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
 from typing import Any
 
-from torch import Tensor, nn
-
 from simplegraph.base.objects import own_dict
 from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.guard.code_below import CodeBelow
-from simplegraph.guard.holders import ALL, CLASS, Holders, Place, SearchRoot, ValueHolder, has_object
+from simplegraph.guard.holders import ALL, CLASS, Holders, Place, SearchRoot, ValueHolder, has_object, is_of_tensor
 from simplegraph.guard.reading import Comparison
-from simplegraph.guard.values import ORDER, PlainValues, class_key, place_name, shown_entry
+from simplegraph.guard.values import ORDER, PlainValues, place_name, shown_entry
 from simplegraph.program.breaks.marks import ACTIVE
 from simplegraph.program.program import SegmentRecorder
 from simplegraph.program.snapshot import ABSENT
@@ -32,7 +30,6 @@ _MAX_KEYS = 256  # keys that are remembered, so that returning to earlier values
 _MOST_VALUES = 5  # new values in a window of calls before a place is let go, or calls run eagerly
 IN_BREAK = "let the break do what depends on it, or rename it if the forward only names something else like it"
 _REMEDY = "pass it as a tensor, keep it in a buffer, or rename it if the code has its name for something else"
-_OF_TENSORS = frozenset({class_key(Tensor), class_key(nn.Parameter)})  # entries of tensors
 Entries = dict[Hashable, Any]  # by key, the key of a value, or the keys of its old and new value
 Changes = dict[Place, tuple[Hashable, Hashable]]
 _LISTS = (list, collections.deque)
@@ -561,7 +558,7 @@ class PlainState:
         """
         for place, values in changed.items():
             is_opened = place[1] == CLASS and ABSENT in values[CLASS]  # an object got its first attribute, or lost it
-            if is_opened or all(now in _OF_TENSORS for _, now in values.values()) or not self._may_be_read(place):
+            if is_opened or all(is_of_tensor(now) for _, now in values.values()) or not self._may_be_read(place):
                 continue
             if place not in self._restless:
                 self._rests[place] = self._rests.get(place, -1) + 1

@@ -283,7 +283,8 @@ def _placed(rng: random.Random, number: int, form: str, character: str, without:
     is_done = character == "effect" and is_found and spot_name not in UNDONE
     effect = _effect(rng, spot, kind) if is_done else ""
     is_direct = rng.random() < 0.5
-    broken = rng.choice(["", "before", "after"]) if effect and is_own else ""
+    # What counts by identity is not distinguished from what runs set while calls are refused.
+    broken = rng.choice(["", "before", "after"]) if effect and is_own and kind_name != "large array" else ""
     value, use = rng.choice(kind.values), rng.choice(kind.uses)
     return Placed(number, spot_name, kind_name, value, use, where, is_direct, effect, broken)
 
