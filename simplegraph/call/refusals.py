@@ -127,7 +127,7 @@ class FormRefusal:
 
     Attributes:
         why: the arguments of `CannotBind`.
-        num_observed: the reader's then.
+        num_observed: the reader's `num_observed` when the call was refused.
         wanting: True if the reason is that the module's first parameter requires gradients.
         served: calls that it refused.
     """

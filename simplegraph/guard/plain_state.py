@@ -27,7 +27,7 @@ from simplegraph.program.program import SegmentRecorder
 from simplegraph.program.snapshot import ABSENT
 
 _MAX_KEYS = 256  # keys that are remembered, so that returning to earlier values costs nothing
-_MOST_VALUES = 5  # new values in a window of calls before a place is let go, or calls run eagerly
+_NEW_VALUES = 4  # new values within a window of calls after which a place is let go, or calls run eagerly
 IN_BREAK = "let the break do what depends on it, or rename it if the forward only names something else like it"
 _REMEDY = "pass it as a tensor, keep it in a buffer, or rename it if the code has its name for something else"
 Entries = dict[Hashable, Any]  # by key, the key of a value, or the keys of its old and new value
@@ -35,7 +35,7 @@ Changes = dict[Place, tuple[Hashable, Hashable]]
 _LISTS = (list, collections.deque)
 _WINDOW = 32  # calls
 _QUIET = 256  # calls without a new value after which a place counts again
-_RESTS = (1, _WINDOW, _QUIET)  # calls without one after an eager break set the place, for the first time and later
+_RESTS = (1, _WINDOW, _QUIET)  # the same after an eager break set the place: for the first time, the second, and later
 
 
 def _parts(parts: Iterable[tuple[str, frozenset[Any]]]) -> frozenset[tuple[str, frozenset[Any]]]:
@@ -89,7 +89,7 @@ class PlainState:
     Attributes:
         comparisons: at most one, which determines the values of a call while it holds and has a key.
         must_look: True if every call must read all values, since some of them do not count at present.
-        calls: the number of calls so far.
+        calls: the number of calls since the first one was read, for windows of calls.
         scripts: names of the TorchScript modules and functions that calls lead to.
     """
 
@@ -119,7 +119,9 @@ class PlainState:
         self._served: dict[str, Entries] = {}  # the entries before captures and proofs
         self._changed: set[Place] = set()  # places that the real run before the latest captures changed
         self._runs = 0  # runs that were observed to their end
-        self._effects: set[Place] = set()  # places that only runs change, all of them; a container counts as one place
+        self._effects: set[Place] = (
+            set()
+        )  # places that every run changes, and nothing else; a container counts as one place
         self._filled: set[Place] = set()  # those of them that only grew, by keys that no code names
         self._lengths: list[tuple[ValueHolder, int]] = []  # of containers among these, after the latest run
         self._counted: set[Place] = set()  # places that other code changed as well, or that some run left unchanged
@@ -457,9 +459,9 @@ class PlainState:
             seen.add(now)
             if place in self._restless:
                 self._restless[place] = self.calls
-            news = self._news.setdefault(place, collections.deque(maxlen=_MOST_VALUES - 1))
+            news = self._news.setdefault(place, collections.deque(maxlen=_NEW_VALUES))
             news.append((self.calls, shown_entry(next(iter(values.values()))[1])))
-            if len(news) == _MOST_VALUES - 1 and news[0][0] > self.calls - _WINDOW:
+            if len(news) == _NEW_VALUES and news[0][0] > self.calls - _WINDOW:
                 (self._restless if self._is_named(place) else self._let_go)[place] = self.calls
         self._leave_out()
 

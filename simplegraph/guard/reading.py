@@ -107,7 +107,7 @@ class Reading:
     the dict that holds them.
 
     A reading keeps the dicts of submodules alive, but no tensor. Once a submodule is gone, the reading releases
-    everything and never holds again.
+    everything, and `same` returns False from then on.
 
     Args:
         modules: the module first, then everything below it.
@@ -254,7 +254,8 @@ class Reading:
     def tensors(self, attributes: dict[str, Any]) -> Sequence[Any] | None:
         """Read the module, and compare its tensors: where they are, and their layouts.
 
-        What reads them from these addresses finds memory of their sizes.
+        If this returns a value, a graph may be launched: every address that it reads is still valid. The registries are
+        read here as in `_read`, which would be one more call at every replay.
 
         Returns:
             What `same` needs; None if a tensor was moved, replaced or laid out anew, or cannot be read.

@@ -259,7 +259,7 @@ class CapturedGraph:
         self._note("exact" if rows == self.descriptor.num_tokens else "padded")
 
     def compare_again(self) -> None:
-        """Require a new comparison for each row count that has a verdict of its own."""
+        """Forget which row counts are proven one by one, so that each is compared again."""
         rows = self.record.rows.items()
         self.record.rows = {count: verdict for count, verdict in rows if verdict is not RowVerdict.PROVEN}
 
@@ -400,7 +400,7 @@ class ModuleRecord:
         self._strikes = 0
 
     def reset(self) -> None:
-        """Forget all drops and refusals."""
+        """Forget drops of graphs, and capture again if they were too many. Other refusals end as `REFUSALS` says."""
         self.forgive()
         if self.disabled is Reason.STALE_TOO_OFTEN:
             self.disabled = None

@@ -420,8 +420,8 @@ class GraphRunner:
                     finally:
                         if plan.program.breaks:
                             calls.plain.claim(module)
-            else:
-                values = None if put_off is not None else values
+            else:  # no layout could serve the call
+                values = None if put_off is not None else values  # what was not compared must be read again
                 mappings = written_mappings(args, kwargs)  # list them now: the run may put other mappings into them
                 result = self._call_slowly(module, args, kwargs, context)
                 return put_entries(result, mappings) if mappings else result
@@ -463,7 +463,10 @@ class GraphRunner:
         return state, values
 
     def running(self, module: Any) -> Any:
-        """Surround a run that is none of a call here, after its Python state was read; what changes, the run does."""
+        """Surround a run of the module that this runner did not start, and that makes all changes meanwhile.
+
+        Call `python_state` first.
+        """
         return self._calls.plain.run(module, is_read=True)
 
     def relearn(self) -> None:
