@@ -146,8 +146,8 @@ class CodeBelow:
         cells: cells of closures, with the variable's name.
         functions: functions whose code was read; own: those of users, which may wrap a library's, or be wrapped by it.
         has_breaks: True if it leads to eager breaks, whose code is not among it.
-        eager_names: names that only eager breaks contain, which run eagerly whenever a graph is replayed. None if the
-            other code computes names.
+        eager_names: names that only eager breaks contain, which run eagerly whenever a graph is replayed. There are
+            none if the other code computes names.
     """
 
     def __init__(

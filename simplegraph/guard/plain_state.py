@@ -119,9 +119,8 @@ class PlainState:
         self._served: dict[str, Entries] = {}  # the entries before captures and proofs
         self._changed: set[Place] = set()  # places that the real run before the latest captures changed
         self._runs = 0  # runs that were observed to their end
-        self._effects: set[Place] = (
-            set()
-        )  # places that every run changes, and nothing else; a container counts as one place
+        # Places that every run changes, and nothing else. Here and below, a container counts as one place.
+        self._effects: set[Place] = set()
         self._filled: set[Place] = set()  # those of them that only grew, by keys that no code names
         self._lengths: list[tuple[ValueHolder, int]] = []  # of containers among these, after the latest run
         self._counted: set[Place] = set()  # places that other code changed as well, or that some run left unchanged

@@ -70,8 +70,8 @@ _COMPILED = (
     "simplegraph.wrap(torch.compile(module))"
 )
 # Runs of `capture_all`: the first may change settings of torch, show the GPU, and show which CPU tensors move there.
-_PASSING = frozenset({Reason.PYTHON_STATE, Reason.WARMUP, Reason.WRONG_DEVICE})  # reasons that a further run may end
 _RUNS_TO_SETTLE = 4
+_PASSING = frozenset({Reason.PYTHON_STATE, Reason.WARMUP, Reason.WRONG_DEVICE})  # reasons that a further run may end
 
 
 class CudaGraphWrapper(Sleeps, Graphed):
