@@ -83,7 +83,7 @@ class Binding(SignatureRecord):
         counted: Python state that every run changes, by padded size, since branches may depend on the rows.
         made: indices of outputs whose memory observed runs made.
         numbers: the Python numbers that runs passed to operators.
-        refused: the error of the latest eager run if it did something that a capture must not do; else None.
+        host_error: the error of the latest eager run if it did something that a capture must not do; else None.
         waited: names of the CPU tensors that the forward moves to its device by synchronous copies.
     """
 
@@ -103,7 +103,7 @@ class Binding(SignatureRecord):
     break_rows: list[BreakRows | None] | None = None
     made: set[int] = dataclasses.field(default_factory=set)
     numbers: NumbersBySize = dataclasses.field(default_factory=NumbersBySize)
-    refused: HostError | None = None
+    host_error: HostError | None = None
     waited: set[str] = dataclasses.field(default_factory=set)
 
     def stop_padding(self, table: ProgramTable, text: str, difference: str, remedy: str, *, warn: bool = True) -> None:

@@ -331,7 +331,7 @@ class InputSet:
 
     def detached(self, sources: Sequence[Tensor]) -> list[Tensor]:
         """Clone the sources that are in these buffers: the copy of another source could overwrite them."""
-        return [source.clone() if self.buffer_spans.hold(source.data_ptr()) else source for source in sources]
+        return [source.clone() if self.buffer_spans.contains(source.data_ptr()) else source for source in sources]
 
     @property
     def memory(self) -> dict[str, int]:
@@ -395,7 +395,7 @@ class Spans:
     def __len__(self) -> int:
         return len(self._starts)
 
-    def hold(self, address: int) -> bool:
+    def contains(self, address: int) -> bool:
         """True if an address is in one of the ranges."""
         at = bisect.bisect_right(self._starts, address) - 1
         return at >= 0 and address < self._ends[at]

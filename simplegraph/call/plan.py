@@ -47,7 +47,7 @@ class Plan:
 
     Args:
         call: one of these calls.
-        table, graph: the graph to replay, and its table.
+        table, graph: the table of graphs, and the one to replay.
         inputs: the static inputs that the graph reads.
         state: the module's state that the graph reads.
         guards: (index of an argument, memory in which it must not be).
@@ -60,13 +60,15 @@ class Plan:
         addresses: addresses of the static inputs, by name.
         guarded: True if `refusal` must be asked for each call: some calls with such arguments must run eagerly.
         debug: True to check addresses before each replay.
-        compares_first: the number of calls that are compared before their launch. If it is 0, the graph is launched
-            first, and the host compares while the GPU works; if it is negative, this is never done.
+        calls_to_compare_first: the number of calls that are compared before their launch. If it is 0, the graph is
+            launched first, and the host compares while the GPU works; if it is negative, this is never done.
         waits: True if a call returns only after its inputs are copied, so that the caller may overwrite them.
         differentiable: True if results of calls under grad mode have a gradient.
+        only_replays: True if a call does nothing but one replay, so that a launch in vain can be undone.
     """
 
     differentiable = False
+    only_replays = True
 
     def __init__(
         self,
@@ -120,13 +122,13 @@ class Plan:
         # whatever values it gets, since the call may be meant for another graph.
         acts = call.binding.draws or self.program.breaks or self.guarded or self.waits or call.carried.places
         is_seen = self._static or self.debug or table.hooks
-        is_harmless = type(self) is Plan and call.binding.only_computes and not (acts or is_seen)
-        self.compares_first = 1 if is_harmless else -1
+        is_harmless = self.only_replays and call.binding.only_computes and not (acts or is_seen)
+        self.calls_to_compare_first = 1 if is_harmless else -1
         self._in_vain = 0  # the calls that were compared first after the latest launch in vain
 
     def compare_first(self) -> None:
         """Compare the next calls before their launch: 1, then 2, 4, 8 and so on."""
-        self._in_vain = self.compares_first = min(2 * self._in_vain or 1, _MOST_COMPARED_FIRST)
+        self._in_vain = self.calls_to_compare_first = min(2 * self._in_vain or 1, _MOST_COMPARED_FIRST)
 
     @staticmethod
     def returned(program: Program) -> tuple[Sequence[Any], TreeSpec]:
@@ -267,7 +269,7 @@ class Plan:
             self.inputs.handed_out
             and (self.written_back or self._shared.sources)
             and any(
-                self.inputs.buffer_spans.hold(leaf.data_ptr())
+                self.inputs.buffer_spans.contains(leaf.data_ptr())
                 for leaf, slot in zip(leaves, self.slots, strict=True)
                 if slot.shape is not None and not slot.is_filled_by(leaf)
             )
@@ -276,7 +278,7 @@ class Plan:
                 Reason.ALIASED, "an argument lies in the static input of another one, which a replay overwrites"
             )
         for index, spans in self._guards:
-            if spans.hold(leaves[index].data_ptr()):
+            if spans.contains(leaves[index].data_ptr()):
                 return CannotBind(Reason.ALIASED, f"{self.slots[index].arg.name} and memory of the module")
         return self._shared.refusal(leaves)
 

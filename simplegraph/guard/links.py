@@ -184,7 +184,7 @@ class SlotValues:
         self._others = self._others_at(values)  # kept alive, so that their ids are not reused
         self._ids = list(map(identity_hash, self._others))
 
-    def hold(self, attributes: list[dict[str, Any]]) -> list[Any] | None:
+    def containers_if_same(self, attributes: list[dict[str, Any]]) -> list[Any] | None:
         """Return all containers if nothing changed, else None. May raise if a slot is gone."""
         values: list[Any] = []
         containers = self._slots.read(attributes, values)

@@ -154,7 +154,7 @@ class PlainState:
         """
         with self._lock:
             own_changes, self._own_changes = self._own_changes, {}
-            self._note(own_changes)
+            self._note_changes_by_others(own_changes)
             self._asked = self._values(module)
             return self._asked
 
@@ -189,17 +189,17 @@ class PlainState:
         by_others = self.filled_by_others()
         for place, values in self._look(module).items():
             (own if self._is_effect(place) and place[0] not in by_others else others)[place] = values
-        self._sort(own, is_whole=False)
-        self._note(others)
+        self._note_changes_of_run(own, is_whole=False)
+        self._note_changes_by_others(others)
 
     def _values(self, module: Any) -> PlainValues:
         with self._lock:
             if self._is_unread:
                 self._catch_up(module)
-            self._note(self._look(module))
+            self._note_changes_by_others(self._look(module))
             self._count_again()
             self._close(module)
-            self._settle()
+            self._make_key()
             if not self.comparisons:
                 raise CannotBind(Reason.PYTHON_STATE, "what the call reads changes while it is looked at")
             if self._refused:
@@ -220,7 +220,7 @@ class PlainState:
         """Accept new versions of dicts by their old ones: a replay left no plain values there."""
         with self._lock:
             for comparison in self.comparisons[:1]:
-                self._hold(comparison.renewed(versions))
+                self._keep(comparison.renewed(versions))
 
     def forget(self) -> None:
         """Find the holders of values again at the next call, and forget changes so far."""
@@ -244,9 +244,9 @@ class PlainState:
                 self._catch_up(module)
             changes = {} if is_read else self._look(module)
             if not self._is_serving:
-                self._note(changes)
+                self._note_changes_by_others(changes)
                 self._close(module)
-                self._settle()
+                self._make_key()
             before, is_complete = self._entries, False
         try:
             yield
@@ -256,9 +256,9 @@ class PlainState:
                 self._look(module)
                 # Eager breaks do not run in captures.
                 is_whole = is_complete and not isinstance(ACTIVE.recorder, SegmentRecorder)
-                self._sort(_changes(before, self._entries), is_whole=is_whole)
+                self._note_changes_of_run(_changes(before, self._entries), is_whole=is_whole)
                 if not self._is_serving:
-                    self._settle()
+                    self._make_key()
                 self._lengths = []
                 if self._filled:
                     self._note_lengths_of_filled()
@@ -266,9 +266,9 @@ class PlainState:
     def claim(self, module: Any) -> None:
         """Attribute changes since the key was read to eager breaks of a replay, and so to the module."""
         with self._lock:
-            self._claim(self._look(module))
+            self._note_changes_by_breaks(self._look(module))
             if not self._is_serving:
-                self._settle()
+                self._make_key()
 
     @contextlib.contextmanager
     def serving(self, module: Any, *, claims: bool) -> Iterator[None]:
@@ -293,10 +293,12 @@ class PlainState:
                 self._is_serving = False
                 since = self._look(module)
                 if claims:
-                    self._claim(since)
+                    self._note_changes_by_breaks(since)
                 changes = _changes(before, self._entries)
-                self._note({place: change for place, change in changes.items() if not self._is_left_out(place)})
-                self._settle()
+                self._note_changes_by_others(
+                    {place: change for place, change in changes.items() if not self._is_left_out(place)}
+                )
+                self._make_key()
 
     def check(self, module: Any) -> None:
         """Refuse captures for a key whose values a run of the same call changed: no later call would find them.
@@ -384,7 +386,7 @@ class PlainState:
             # run counts its calls.
             key, left_out = comparison.key, self._left_out
             is_key = is_same or (key is not None and all(_is_part(key, holder, left_out) for holder in moved))
-            self._hold(comparison.after(moved, key if is_key else None))
+            self._keep(comparison.after(moved, key if is_key else None))
             if not is_same:
                 self._entries = entries
             return True
@@ -414,14 +416,14 @@ class PlainState:
         self._objects = {holder.name for holder in holders.all if holder.owner is not None}
         self._keys_to = {holder.name: holder.keys for holder in holders.all}
         self._alive = alive
-        self._hold(Comparison(holders.root, holders.all, None))
+        self._keep(Comparison(holders.root, holders.all, None))
 
-    def _hold(self, comparison: Comparison) -> None:
+    def _keep(self, comparison: Comparison) -> None:
         self.comparisons[:] = [comparison]
         if not self._alive:
             self.comparisons.clear()
 
-    def _settle(self) -> None:
+    def _make_key(self) -> None:
         """Make the key of the present values, or take the key that they had before."""
         self.must_look = bool(self._let_go or self._restless)
         for comparison in self.comparisons[:1]:
@@ -436,13 +438,13 @@ class PlainState:
             self._key.parts = dict(parts)
             while len(self._keys) > _MAX_KEYS:
                 del self._keys[next(iter(self._keys))]
-            self._hold(comparison.after((), self._key))
+            self._keep(comparison.after((), self._key))
 
     # Changes.
 
-    def _note(self, changes: Changes) -> None:
+    def _note_changes_by_others(self, changes: Changes) -> None:
         """Note changes by other code; places that take many values are let go, or make calls run eagerly."""
-        for place, values in self._by_effect(changes).items():
+        for place, values in self._by_place(changes).items():
             if place in self._let_go:
                 self._let_go[place] = self.calls
                 continue
@@ -464,7 +466,7 @@ class PlainState:
                 (self._restless if self._is_named(place) else self._let_go)[place] = self.calls
         self._leave_out()
 
-    def _by_effect(self, changes: Changes) -> dict[Place, Entries]:
+    def _by_place(self, changes: Changes) -> dict[Place, Entries]:
         """Group changes by place; a container counts as one place."""
         grouped: dict[Place, Entries] = {}
         for (name, key), change in changes.items():
@@ -494,16 +496,16 @@ class PlainState:
             for parts, key in keys.items():
                 self._keys.setdefault(_parts(_without(added, part) for part in parts), key)
         for comparison in self.comparisons[:1]:
-            self._hold(comparison.after((), None))
+            self._keep(comparison.after((), None))
 
-    def _sort(self, changes: Changes, *, is_whole: bool) -> None:
+    def _note_changes_of_run(self, changes: Changes, *, is_whole: bool) -> None:
         """Leave out places that every run changed so far; the key stays that of the values before the run.
 
         Args:
             changes: the changes of one run.
             is_whole: True if it ran to its end, eager breaks included, so that all other places count from now on.
         """
-        changed = self._by_effect(changes)
+        changed = self._by_place(changes)
         for place, values in changed.items():
             was_filled = place in self._filled
             is_filled = self._fills(place, values) and (was_filled or place not in self._effects)
@@ -567,20 +569,20 @@ class PlainState:
             self._restless[place] = self.calls - (_QUIET - quiet)
             self._set_by_breaks.add(place)
 
-    def _claim(self, changes: Changes) -> None:
+    def _note_changes_by_breaks(self, changes: Changes) -> None:
         """Leave out places that only eager breaks of a replay change, unless code in graphs may read them.
 
         The key stays that of the values before.
         """
         counted: Changes = {}
-        changed = self._by_effect(changes)
+        changed = self._by_place(changes)
         self._rest_after_breaks(changed)
         for place, values in changed.items():
             if place in self._counted or (place not in self._effects and self._is_named(place)):
                 counted |= {(place[0], key): change for key, change in values.items()}
             else:
                 self._effects.add(place)
-        self._note(counted)
+        self._note_changes_by_others(counted)
 
     def _fills(self, place: Place, values: Entries) -> bool:
         """True if all values are new, by keys that no code names, such as in a cache that is filled for each shape.

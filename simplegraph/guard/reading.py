@@ -320,7 +320,7 @@ class Reading:
             is_new = comparison is None or comparison.mark is not mark
             uncovered: list[SlotValues] = []
             for slot_values in sources.values if is_new else uncovered_before:
-                containers = slot_values.hold([attributes, *sources.attributes])
+                containers = slot_values.containers_if_same([attributes, *sources.attributes])
                 if containers is None:
                     return False
                 if is_new and comparison is not None and not comparison.covers(containers, attributes):
@@ -454,7 +454,7 @@ class Comparison:
         by_items += (holder for holder in quick if holder.cell is not None and holder.mark[1][0])
         functions = [holder for holder in quick if holder.function is not None]
         self._functions = [holder.function for holder in functions]
-        self._parts = gc.get_referents(*self._functions)  # code and defaults among them
+        self._code_parts = gc.get_referents(*self._functions)  # code and defaults among them
         self._boxes = [holder.container if holder.cell is None else holder.cell for holder in by_items]
         orders = [-1 if _IS_LAST_FIRST and type(holder.container) is list else 1 for holder in by_items]
         ids, kinds = (
@@ -560,9 +560,9 @@ class Comparison:
                 if type(thing) is not kind or own_dict(thing) is not container:
                     return False
             if self._functions:
-                parts = gc.get_referents(*self._functions)
+                code_parts = gc.get_referents(*self._functions)
                 # By identity, past the ``__eq__`` of defaults.
-                if len(parts) != len(self._parts) or not all(map(operator.is_, parts, self._parts)):
+                if len(code_parts) != len(self._code_parts) or not all(map(operator.is_, code_parts, self._code_parts)):
                     return False
             if self._number or self._lists:
                 items = gc.get_referents(*self._boxes)

@@ -119,8 +119,8 @@ class Observation(Probe):
 
     def before_capture(self, run: Run) -> None:
         """Refuse a forward if an earlier run did something that a capture must not do."""
-        for refused in filter(None, (run.job.refused, *(observer.refused for observer in self.observers))):
-            raise capture_error(refused, run.label, trains=run.job.trains)
+        for error in filter(None, (run.job.host_error, *(observer.host_error for observer in self.observers))):
+            raise capture_error(error, run.label, trains=run.job.trains)
         run.owned = functools.partial(observed_tensors, self.observers)
 
     @contextlib.contextmanager
@@ -153,7 +153,7 @@ class Observation(Probe):
             ):
                 yield
         finally:
-            if observer.refused:  # other sizes would do the same
+            if observer.host_error:  # other sizes would do the same
                 self.observers.append(observer)
                 self.distrusts = True
         host.check_refused()
@@ -164,7 +164,7 @@ class Observation(Probe):
         # A warmup shows what the first size reads if its recording was not observed.
         seen = recorded if len(recorded) > 1 else [*self.observers[:1], *recorded]
         self.distrusts = any(
-            observer.refused or observer.external.keys() != seen[0].external.keys() for observer in seen
+            observer.host_error or observer.external.keys() != seen[0].external.keys() for observer in seen
         )
 
     def after_recording(self, recorded: RecordedRun) -> None:

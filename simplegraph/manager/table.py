@@ -53,7 +53,7 @@ class CaptureJob:
         tensors: distinguishes the module's tensors from data; None if no value of a tensor may be a constant.
         part: "forward" or "backward" of a training call; "" for a whole call.
         follows: the key of an earlier job whose graph is always replayed first, and whose memory this graph reads.
-        refused: the error of a run that showed that it cannot be captured; else None.
+        host_error: the error of a run that showed that it cannot be captured; else None.
         arguments: the CPU tensors that the forward is passed, if the graph is for another device.
         record: the record of the size.
         trains: True for a training step or a part of a training call: its graph can contain no eager break.
@@ -70,7 +70,7 @@ class CaptureJob:
     exact: bool = False
     part: str = ""
     follows: Key | None = None
-    refused: HostError | None = None
+    host_error: HostError | None = None
     arguments: HostArguments | None = dataclasses.field(default=None, compare=False)
     record: SizeRecord = dataclasses.field(default_factory=SizeRecord, compare=False)
     trains: bool = False

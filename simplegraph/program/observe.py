@@ -326,7 +326,7 @@ class MemoryObserver(OperatorMode):
         adds_in_any_order: True if an operator adds by atomics on a GPU.
         unseen: the type of the device if the capture recorded work of no operator, such as a Triton kernel; else empty.
         reads_anything: the same, if such work did not show the tensors that it can touch.
-        refused: why the run cannot be captured, if it uses an operator that a capture would break for good.
+        host_error: why the run cannot be captured, if it uses an operator that a capture would break for good.
         left_by_break: storage key -> the number of the eager break that made that memory and did not return it.
         uses_of_left: number of such a break -> how the forward used that memory nevertheless.
         numbers: the Python numbers that operators are passed.
@@ -355,7 +355,7 @@ class MemoryObserver(OperatorMode):
         self.given: set[int] = set()
         self.may_draw = self.rounds_by_group = self.adds_in_any_order = self.differentiates = False
         self.may_fault = False
-        self.refused: HostError | None = None
+        self.host_error: HostError | None = None
         self.left_by_break: dict[int, int] = {}
         self.uses_of_left: dict[int, str] = {}
         self.numbers = NumbersSeen(rows)
@@ -403,9 +403,9 @@ class MemoryObserver(OperatorMode):
         """Note an operator that no capture may contain; in a capture, raise the error."""
         if self._device is None:  # in a capture, the traceback of the error shows the line
             cause += f"; it is called at {current_user_location()}"
-        self.refused = HostError(cause, "", breaks=True)
+        self.host_error = HostError(cause, "", breaks=True)
         if self._device is not None:
-            raise self.refused
+            raise self.host_error
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator, and note what it reads, writes and makes."""

@@ -194,7 +194,7 @@ class GraphBuilder:
             call.binding.note_trace(call.batch, trace)
         # Writes of eager breaks are noted here: no capture runs breaks.
         call.binding.note_written(observer, memory)
-        call.binding.refused = observer.refused
+        call.binding.host_error = observer.host_error
         self.keep_external(call, [observer], set(memory.values()))
         call.binding.learn_outputs(call.batch, *flatten(result))
         call.binding.learn_numbers(self.manager.table, observer.numbers)
@@ -380,7 +380,9 @@ class GraphBuilder:
         inputs there in place, they are restored: the call's own eager run reads them.
         """
         self.reader.num_observed += 1
-        memory = SavedMemory((), (), [entry for entry in call.tensors if inputs.buffer_spans.hold(entry[1].data_ptr())])
+        memory = SavedMemory(
+            (), (), [entry for entry in call.tensors if inputs.buffer_spans.contains(entry[1].data_ptr())]
+        )
         copies = memory.copy()
         try:
             inputs.load(call.tensors, call.padded)
@@ -607,7 +609,7 @@ class GraphBuilder:
                 lambda tensor: Survey(call.module).name_of(tensor),
                 tensors=tensors,
                 exact=self.manager.config.exact_shapes,
-                refused=call.binding.refused or refused,
+                host_error=call.binding.host_error or refused,
                 arguments=arguments,
                 record=call.binding.size((call.binding.signature, *kind)),
                 trains=trains,

@@ -346,7 +346,7 @@ class GraphRunner:
                 # 2. What is around the call: autocast, settings, modes, hooks on all modules and Python state.
                 if plan is None or module.training is not layout.training:
                     continue
-                if put_off is not None and plan.compares_first:
+                if put_off is not None and plan.calls_to_compare_first:
                     if not put_off.holds(vars(module)):
                         values, comparison = plain(module), None
                     put_off = None
@@ -412,8 +412,8 @@ class GraphRunner:
                         calls.put_first(layout)
                     try:
                         result = plan.replay(leaves, copies)
-                        plan.compares_first -= plan.compares_first > 0
-                        layout.launches_first = not plan.compares_first
+                        plan.calls_to_compare_first -= plan.calls_to_compare_first > 0
+                        layout.launches_first = not plan.calls_to_compare_first
                         if type(result) is not WithEntries:
                             return result
                         return put_entries(result, written_mappings(args, kwargs))

@@ -106,6 +106,7 @@ class PairPlan(Plan):
     """
 
     differentiable = True
+    only_replays = False  # a forward waits for its backward
 
     def __init__(
         self,

@@ -315,7 +315,7 @@ class Recording:
                 self._leaves.name_of,
                 part=part,
                 follows=None if part == "forward" else (*key, "forward"),
-                refused=call.binding.refused,
+                host_error=call.binding.host_error,
                 arguments=self._host_arguments,
                 record=call.binding.size((*key, part)),
                 trains=True,

@@ -401,6 +401,8 @@ class WithGradients(NamedTuple):
 class StepPlan(Plan):
     """Serves training steps; see `Plan`."""
 
+    only_replays = False  # a step also updates numbers of optimizers
+
     @staticmethod
     def returned(program: Program) -> tuple[Sequence[Any], TreeSpec]:
         """Return the leaves of the step's own result, and their structure."""

@@ -612,8 +612,9 @@ def test_a_steady_call_reads_no_slot_that_a_comparison_covers(device, monkeypatc
     module = nn.Sequential(nn.Linear(8, 8)).eval().requires_grad_(False)
     module.config = types.SimpleNamespace(names=["a", "b"], inner={"c": [1, 2]}, empty={}, nothing=None)
     model = sg.wrap(module, capture_sizes=[4], progress=False)
-    read, hold = [], links.SlotValues.hold
-    monkeypatch.setattr(links.SlotValues, "hold", lambda self, attributes: read.append(self) or hold(self, attributes))
+    read, original = [], links.SlotValues.containers_if_same
+    reading = lambda self, attributes: read.append(self) or original(self, attributes)  # noqa: E731
+    monkeypatch.setattr(links.SlotValues, "containers_if_same", reading)
     for _ in range(5):
         model(torch.randn(4, 8))
     assert read != []
@@ -641,8 +642,9 @@ def test_what_a_function_reaches_is_read_at_once(device, monkeypatch):
     model = sg.wrap(function, capture_sizes=[4], progress=False)
     for _ in range(5):
         model(torch.randn(4, 8, device=device))
-    read, hold = [], links.SlotValues.hold
-    monkeypatch.setattr(links.SlotValues, "hold", lambda self, attributes: read.append(self) or hold(self, attributes))
+    read, original = [], links.SlotValues.containers_if_same
+    reading = lambda self, attributes: read.append(self) or original(self, attributes)  # noqa: E731
+    monkeypatch.setattr(links.SlotValues, "containers_if_same", reading)
     model(torch.randn(4, 8, device=device))
     assert len(read) <= 2
     layer.note = [None]  # another slot of no comparison's

@@ -906,8 +906,8 @@ MUTANTS = [
     Mutant(
         "a TorchScript module that holds what Python cannot compare is captured",
         "serve/builder.py",
-        "refused=call.binding.refused or refused,",
-        "refused=call.binding.refused,",
+        "host_error=call.binding.host_error or refused,",
+        "host_error=call.binding.host_error,",
         ("tests/module/test_scripted_parts.py",),
     ),
     Mutant(
