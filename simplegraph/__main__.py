@@ -384,9 +384,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if options.command == "explain":
         try:
-            print(_explain(options))
+            print(_explain(options), flush=True)
         except ConfigError as error:
             explained.error(str(error))
+        except BrokenPipeError:  # such as of `| head`; Python would fail once more when it flushes at its end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     for name, command, run in (("audit", audited, _audit), ("advise", advised, _advise)):
         if options.command == name:

@@ -263,3 +263,11 @@ def test_doctor_leaves_the_level_of_the_log_as_it_was() -> None:
     before = log.level
     cli.doctor()
     assert log.level == before
+
+
+def test_explain_ends_quietly_when_nobody_reads_it_any_more() -> None:
+    command = [sys.executable, "-m", "simplegraph", "explain", "--all"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    process.stdout.close()
+    assert process.communicate(timeout=120)[1] == ""

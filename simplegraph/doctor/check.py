@@ -49,6 +49,7 @@ logger = logging.getLogger("simplegraph")
 # Padding rows are real rows times each of these factors: zeros, and values larger than all real values, of both signs.
 _FILLS = (0, 3, -3, 100)
 _VARIES = "returns results of another shape, or another number, for other inputs"
+_FOLLOWS = "leave out what follows the batch size"
 _TRIED = (
     "answers and writes stayed the same with half of the rows and with twice the rows (padding: zeros, and rows times "
     "3, -3 and 100), also for copies of the first row; dependence that only other data show is not found"
@@ -105,6 +106,8 @@ class CheckReport:
             ),
         }
         lines = [*self._capture_lines(), f"rows independent: {independent[self.rows_independent]}"]
+        if self.mixing is not None and self.mixing.endswith(_FOLLOWS):
+            lines[-1] = f"not padded: {self.mixing}. See: {Reason.OUTPUT_SHAPE_UNKNOWN.command}"
         lists = self.state_written, self.inputs_written, self.output_aliases, self.counts
         titles = "writes its own state", "writes its inputs", "outputs that alias", "values that graphs depend on"
         lines += [f"{title}: {', '.join(names)}" for title, names in zip(titles, lists, strict=True) if names]
@@ -262,7 +265,9 @@ def _counting(module: nn.Module) -> Iterator[str]:
         kind = type(child)
         if not kind.__module__.startswith("torch.") and isinstance(kind.forward, types.FunctionType):
             plain = {name for name, value in vars(child).items() if issubclass(type(value), (bool, int, float, str))}
-            for name in sorted(plain & names_in(kind.forward.__code__) - {"training"}):
+            forwards = [vars(base).get("forward") for base in kind.__mro__ if base is not nn.Module]
+            codes = [forward.__code__ for forward in forwards if isinstance(forward, types.FunctionType)]
+            for name in sorted(plain & set().union(*map(names_in, codes)) - {"training"}):
                 yield f"{kind.__name__}.{name}={shown_entry(value_key(vars(child)[name]))}"
 
 
@@ -470,7 +475,7 @@ class ModuleTrial:
                     continue
                 if isinstance(leaf, (bool, int, float)):
                     values = f"{like} for {self._rows} rows and {leaf} for {rows} rows"
-                    return f"{name} is {values}: leave out what follows the batch size"
+                    return f"{name} is {values}: {_FOLLOWS}"
                 return difference
         return None
 

@@ -136,6 +136,8 @@ def test_a_number_of_the_batch_size_in_an_eager_break_does_not_matter(device):
 def test_a_returned_number_of_the_batch_size_is_named_with_its_values(device):
     report = sg.check(module_of(device, lambda m, x: (x + 1, x.shape[0])), rows(device))
     assert report.mixing == "output 1 is 5 for 5 rows and 10 for 10 rows: leave out what follows the batch size"
+    assert f"not padded: {report.mixing}. See: simplegraph explain output-shape-unknown" in str(report)
+    assert "rows independent" not in str(report)
 
 
 def test_what_check_advises_for_a_mixing_module_is_right(device):
@@ -602,6 +604,14 @@ def test_attributes_whose_values_count_are_named(device):
     assert "values that graphs depend on: Scaled.temperature=1.5" in str(report)
     plain = sg.check(nn.Linear(WIDTH, WIDTH).to(device).eval(), rows(device))
     assert "counts" not in str(plain)
+
+
+def test_attributes_that_a_parents_forward_names_are_named(device):
+    class Doubled(Scaled):
+        def forward(self, x):
+            return super().forward(x) * 2
+
+    assert sg.check(Doubled().to(device).eval(), rows(device)).counts == ("Doubled.temperature=1.5",)
 
 
 def test_a_scripted_submodule_is_checked(device):
