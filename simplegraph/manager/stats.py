@@ -88,8 +88,9 @@ def headline(message: str) -> str:
 
 
 def where_failed(error: CaptureError) -> str:
-    """Return the label of the failed job and the user's line, from the first line of an error."""
-    return re.sub("^capturing |^the graph of | failed$| is dropped$", "", str(error).splitlines()[0])
+    """Return the label of the failed job and the user's line, from the first line of an error; else the cause."""
+    where = re.sub("^capturing |^the graph of | failed$| is dropped$", "", str(error).splitlines()[0])
+    return f"{where}: {error.cause}" if error.location is None and error.cause else where
 
 
 @dataclasses.dataclass(slots=True)

@@ -24,6 +24,15 @@ class Pair(NamedTuple):
     second: Tensor
 
 
+class Gain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = 1.5
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.gain
+
+
 class Layer(nn.Module):
     """Reads every kind of state that TorchScript holds: parameters, buffers, other tensors, numbers, and its mode."""
 
@@ -33,7 +42,7 @@ class Layer(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear = nn.Linear(8, 8)
+        self.linear, self.part = nn.Linear(8, 8), nn.Sequential(Gain())
         self.register_buffer("shift", torch.rand(8))
         self.table = torch.rand(8)
         self.tables = [torch.rand(8), torch.rand(8)]
@@ -43,7 +52,7 @@ class Layer(nn.Module):
         self.lines = {at: at for at in range(300)}
 
     def forward(self, x: Tensor) -> Tensor:
-        y = torch.tanh(self.linear(x)) * self.table + self.shift * self.factor
+        y = self.part(torch.tanh(self.linear(x)) * self.table) + self.shift * self.factor
         for table in self.tables:
             y = y + table
         if self.training or self.name == "other":
@@ -173,6 +182,7 @@ CHANGES: dict[str, Callable[[Any], None]] = {
     "a submodule is replaced": replaced_part,
     "a number": set_to("times", 2000),
     "a float": set_to("factor", 0.25),
+    "a float of a submodule": lambda layer: setattr(getattr(layer.part, "0"), "gain", 2.5),
     "a pair of tensors is replaced": lambda layer: setattr(layer, "pair", Pair(*map(torch.rand_like, layer.pair))),
     "a long dict": set_to("lines", dict.fromkeys(range(300), 0)),
     "a string": set_to("name", "other"),
@@ -205,7 +215,7 @@ def test_no_change_of_a_torchscript_module_that_a_function_names_is_missed(layer
         return layer(x) + 1  # type: ignore[no-any-return]
 
     model: Any = sg.wrap(called, capture_sizes=[4], progress=False)
-    for change in ("a number", "a weight is replaced", "a list of tensors is replaced"):
+    for change in ("a number", "a float of a submodule", "a weight is replaced", "a list of tensors is replaced"):
         assert served(model, called, device) >= 3  # type: ignore[arg-type]
         CHANGES[change](layer)
     assert served(model, called, device) >= 3  # type: ignore[arg-type]
@@ -245,10 +255,14 @@ class Logging(nn.Module):
         return x * 2
 
 
+@pytest.mark.parametrize("is_inner", [False, True])
 @pytest.mark.parametrize("kind", [Counting, Keeping, Logging])
-def test_what_torchscript_code_changes_is_changed_by_every_call(kind: type[nn.Module], device: torch.device) -> None:
-    layer = scripted(kind(), device)
-    model = sg.wrap(nn.Sequential(layer).eval(), capture_sizes=[4], progress=False)
+def test_what_torchscript_code_changes_is_changed_by_every_call(
+    kind: type[nn.Module], is_inner: bool, device: torch.device
+) -> None:
+    whole = scripted(nn.Sequential(kind()) if is_inner else kind(), device)
+    layer = getattr(whole, "0") if is_inner else whole  # `whole[0]` is a copy
+    model = sg.wrap(nn.Sequential(whole).eval(), capture_sizes=[4], progress=False)
     for _ in range(6):
         x = torch.rand(4, 8, device=device)
         torch.testing.assert_close(model(x), x * 2)
