@@ -546,8 +546,8 @@ class PlainState:
         before |= {place: values for place, values in may_be_read.items() if place not in met}
         return may_be_read.keys() <= self._harmless
 
-    def may_be_read(self) -> list[str]:
-        """Name what the latest run set, and what code in graphs may read."""
+    def set_by_latest_run(self) -> list[str]:
+        """Name what the latest run set and code in graphs may read."""
         return [_shown_place(place) for place in self._set_by_run if self._may_be_read(place)]
 
     def _may_be_read(self, place: Place) -> bool:

@@ -433,19 +433,8 @@ class GraphBuilder:
         if jobs and scripts and not jobs[0].trains:  # a training step's own calls were warmups of its size
             rehearsed = max(rehearsed, settling_runs())
 
-        def before_captures() -> None:
-            if call.binding.refusal is None:  # a refused run may have changed the shapes of static inputs
-                # Shift the rows: the proof then shows a value that the capture computed once and froze.
-                inputs.load(call.tensors, call.padded, first=1)
-            if not lazy:
-                _check_settings(call)
-                if not any(observer.captures for observer in observation.observers):  # in the first pass
-                    call.plain.check(call.module)
-                if torch.cuda.is_initialized() or call.layout.hosted:  # type: ignore[no-untyped-call]
-                    self._check_devices(call, jobs[0].arguments, observation.observers)
-                self._observe_second_size(call, inputs, rehearsals, state, jobs)
-
-        probes = [rehearsals, observation, state, _BeforeCaptures(before_captures), *self.probes]
+        last_checks = _LastChecks(self, call, inputs, jobs, rehearsals, observation, state, lazy=lazy)
+        probes = [rehearsals, observation, state, last_checks, *self.probes]
         capture = manager.new_capture(jobs, lazy=lazy or following, retry=retry, probes=probes)
         # At the end, Python state is restored, and then the memory that the runs used is noted, even after an error.
         # Under the lock, since no other thread may draw random numbers before that.
@@ -482,7 +471,7 @@ class GraphBuilder:
         call.carried.adopt(error.places, {key for observer in observation.observers for key in observer.external})
         return CannotBind(Reason.WARMUP, str(error))
 
-    def _check_devices(self, call: Call, arguments: HostArguments | None, observers: Sequence[MemoryObserver]) -> None:
+    def check_devices(self, call: Call, arguments: HostArguments | None, observers: Sequence[MemoryObserver]) -> None:
         """Refuse captures of a call if a warmup showed that its devices were assumed wrongly.
 
         Raises:
@@ -554,7 +543,7 @@ class GraphBuilder:
             self.state = CapturedState(call.module)
         self.state.take(self.seen.read, call.survey, names_gradients=call.plain.reads("grad"))
 
-    def _observe_second_size(
+    def observe_second_size(
         self, call: Call, inputs: InputSet, rehearsals: Rehearsals, state: ModuleState, jobs: Sequence[CaptureJob]
     ) -> None:
         """Run a second batch size eagerly and undo its effects, unless batch dimensions and outputs are known.
@@ -671,15 +660,34 @@ def _why_refused(
 
 
 @dataclasses.dataclass(eq=False)
-class _BeforeCaptures(Probe):
-    """Calls a function before the captures, after all runs whose effects stay."""
+class _LastChecks(Probe):
+    """Checks a call once more before its captures, after all runs whose effects stay, and runs a second batch size."""
 
-    function: Callable[[], object]
+    builder: GraphBuilder
+    call: Call
+    inputs: InputSet
+    jobs: Sequence[CaptureJob]
+    rehearsals: Rehearsals
+    observation: Observation
+    state: ModuleState
+    lazy: bool
 
     def before_captures(self, *, again: bool = False) -> None:
-        """Call the function, except before a second try."""
-        if not again:
-            self.function()
+        """Check the call, except before a second try. Raises CannotBind."""
+        call, observers = self.call, self.observation.observers
+        if again:
+            return
+        if call.binding.refusal is None:  # a refused run may have changed the shapes of static inputs
+            # Shift the rows: the proof then shows a value that the capture computed once and froze.
+            self.inputs.load(call.tensors, call.padded, first=1)
+        if self.lazy:
+            return
+        _check_settings(call)
+        if not any(observer.captures for observer in observers):  # in the first pass
+            call.plain.check(call.module)
+        if torch.cuda.is_initialized() or call.layout.hosted:  # type: ignore[no-untyped-call]
+            self.builder.check_devices(call, self.jobs[0].arguments, observers)
+        self.builder.observe_second_size(call, self.inputs, self.rehearsals, self.state, self.jobs)
 
 
 def _known_tensors(call: Call, inputs: Collection[int]) -> KnownTensors:

@@ -265,8 +265,10 @@ class _CallProof:
             return
         text, where, difference = verdict
         remedy = _REMEDY
-        if plan.program.breaks and (names := call.plain.may_be_read()):
-            remedy = f"An eager break set {quoted(names)}, which the forward may read: {IN_BREAK}."
+        if plan.program.breaks and (names := call.plain.set_by_latest_run()):
+            remedy = (
+                f"The call set {quoted(names)}, which it may read. If an eager break did, {IN_BREAK}. Else: {_REMEDY}"
+            )
         if plan.padding and not freed:
             verb = "changes" if self._is_certain else "may change"
             text = f"padding {call.batch} rows to {call.padded} {verb} the answer{where}"
