@@ -14,7 +14,7 @@ import itertools
 import operator
 import types
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -61,9 +61,16 @@ _TensorGuards: Any = getattr(getattr(torch._C._dynamo, "guards", None), "TensorG
 # Compares the addresses of many tensors in one call. Private to torch, and only in builds with CUDA.
 _same_addresses: Any = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
 _children = operator.itemgetter("_modules")
+FEW_TENSORS = 48  # whose addresses are compared in the time that an allocator takes to say if it returned memory
+_CPU = torch.device("cpu")
 _HOLDS_NOTHING = frozenset({str, int, float, bool, type(None)})
 _ITERATED = frozenset({list, set})  # classes whose referents for the garbage collector are exactly their items
 _IS_LAST_FIRST = gc.get_referents([0, 1]) == [1, 0]  # True if the collector lists the last item of a list first
+
+
+def _is_allocated(tensor: Tensor) -> bool:
+    """True if torch's allocator made the memory of a tensor: not another library, or another process."""
+    return has_address(tensor) and bool(tensor.untyped_storage().resizable())
 
 
 def _values_of(*registries: dict[str, Any]) -> list[Any]:
@@ -116,6 +123,11 @@ class Reading:
         watched: tensors whose values are compared.
         carried_places: places, as (id of the dict, key), in which runs leave tensors: their values do not count.
         with_gradients: ids of tensors whose gradients are compared as well.
+
+    Attributes:
+        shows_releases: True if there are many tensors, all in the memory of one device's allocator: to ask it if it
+            returned memory to the device takes less time than to compare their addresses.
+        cache_releases: what the allocator said before the tensors were last found in place.
     """
 
     def __init__(
@@ -208,6 +220,9 @@ class Reading:
         self._is_more = self._wraps or bool(owned)
         live = self._of(values)
         self._addresses = list(map(Tensor.data_ptr, live))
+        self.shows_releases = len(live) > FEW_TENSORS and all(map(_is_allocated, live))
+        self.shows_releases &= len({tensor.device for tensor in live} - {_CPU}) < 2
+        self.cache_releases: Hashable = None
         self._indices = list(range(len(live)))
         # `_TensorGuards` accepts each tensor once only; tied weights and parameters of optimizers come twice.
         first = {id(tensor): at for at, tensor in reversed(list(enumerate(live)))}

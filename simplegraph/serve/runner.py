@@ -381,10 +381,14 @@ class GraphRunner:
                     if reading is None or not plan.graph.replays_until_proof or plan.is_capturing():
                         continue
                     if put_off is not None:
-                        # The memory that the graph reads must be there. All else is compared while the graph runs.
-                        read = reading.tensors(attributes)
-                        if read is None:
-                            continue
+                        # The memory that the graph reads must be there, if only as memory that torch's allocator
+                        # has not returned to the device. All else is compared while the graph runs.
+                        read, releases = None, plan.device.cache_releases() if reading.shows_releases else None
+                        if releases is None or releases != reading.cache_releases:
+                            read = reading.tensors(attributes)
+                            if read is None:
+                                continue
+                            reading.cache_releases = releases
                         writes = copies is not NOTHING or plan.padding
                         if plan.pool.shared or COMPARING_FIRST or (writes and plan.inputs.handed_out):
                             plan.compare_first()

@@ -31,13 +31,20 @@ def program(name: str, **settings: Any) -> Program:
     return Program(0, ("linear", "norm"), "h", {"capture_sizes": [4]} | settings, False, tuple(events))
 
 
-@pytest.fixture(params=["versions", "no versions"])
-def versions(request: pytest.FixtureRequest) -> Any:
-    with contextlib.nullcontext() if request.param == "versions" else changes.without_versions():
+WAYS = {
+    "versions": contextlib.nullcontext,
+    "no versions": changes.without_versions,
+    "asking the allocator": changes.asking_allocator,
+}
+
+
+@pytest.fixture(params=WAYS)
+def way(request: pytest.FixtureRequest) -> Any:
+    with WAYS[request.param]():
         yield
 
 
-@pytest.mark.usefixtures("versions")
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("name", [*AND_BACK, *ONCE])
 def test_a_change_is_noticed_and_so_is_its_end(device: torch.device, name: str) -> None:
     kinds = [{"mixin": True}] if name in OWN_DICT else [{}, {"mixin": True}, {"outputs": "static"}]

@@ -125,21 +125,21 @@ def test_objects_in_cycles_are_not_destroyed_while_a_capture_runs(graphs: GraphD
 def test_one_synchronise_and_one_cache_flush_serve_all_sizes() -> None:
     counted = emulator()
     model = sg.wrap(nn.Linear(4, 4).eval(), capture_sizes=[*range(1, 31)], progress=False)
-    before = counted.synchronizations, counted.cache_releases
+    before = counted.synchronizations, counted.cache_releases()
     assert model.capture_graphs(torch.zeros(3, 4)).captured == 30
-    assert (counted.synchronizations - before[0], counted.cache_releases - before[1]) == (1, 1)
+    assert (counted.synchronizations - before[0], counted.cache_releases() - before[1]) == (1, 1)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="counts on the emulator")
 def test_a_lazy_capture_and_a_replay_synchronise_nothing() -> None:
     counted = emulator()
     model = sg.wrap(nn.Linear(4, 4).eval(), capture_sizes=SIZES, progress=False)
-    before = counted.synchronizations, counted.cache_releases
+    before = counted.synchronizations, counted.cache_releases()
     for _ in range(4):
         for rows in (8, 3):
             model(torch.zeros(rows, 4))
     assert model.graph_stats.replays >= 4
-    assert (counted.synchronizations, counted.cache_releases) == before
+    assert (counted.synchronizations, counted.cache_releases()) == before
 
 
 class Records(nn.Module):

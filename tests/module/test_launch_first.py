@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import simplegraph as sg
+from simplegraph.guard.reading import Reading
 from tests.module.answers import close
 
 pytestmark = pytest.mark.usefixtures("no_grad")
@@ -207,6 +208,109 @@ def test_storage_that_lost_its_memory_is_not_read(device):
     assert in_vain(model) == 0
 
 
+class Deep(Scaled):
+    """Has so many tensors that the allocator is asked if it released memory, instead of reading all their addresses."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(24)))
+
+    def forward(self, x):
+        return super().forward(self.layers(x))
+
+
+@pytest.fixture
+def deep(device):
+    return warm(Deep(), device)
+
+
+def release(model):
+    """Let the allocator return all memory that nothing uses."""
+    model.graph_manager.device.release_cached_memory()
+
+
+@pytest.fixture
+def steps(deep, monkeypatch):
+    """What calls of `deep` do: they launch a graph, and compare its tensors."""
+    steps, table = [], deep.graph_manager.table
+    replay, tensors = table.replay, Reading.tensors
+    monkeypatch.setattr(table, "replay", lambda *call: steps.append("launch") or replay(*call))
+    monkeypatch.setattr(Reading, "tensors", lambda *call: steps.append("compare") or tensors(*call))
+    return steps
+
+
+def test_a_deep_module_is_launched_before_its_tensors_are_compared(deep, steps, device):
+    deep(inputs(device))
+    assert steps == ["launch", "compare"]
+    kept = deep.layers[3].weight.data
+    deep.layers[3].weight.data = kept + 1
+    x = inputs(device)
+    close(deep(x), deep.forward(x))
+    assert steps[2:4] == ["launch", "compare"]
+    assert in_vain(deep) == 1
+
+
+@pytest.mark.parametrize("kind", ["data", "set_", "turned"])
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_a_tensor_of_a_deep_module_that_moved_is_found_while_the_graph_runs(deep, device, kind, is_kept):
+    """On the emulator, reading memory that was freed raises; on a GPU, it is still there."""
+    kept = deep.layers[0].weight.data if is_kept else None
+    MOVED[kind](deep.layers[0].weight)
+    x = inputs(device)
+    for _ in range(3):
+        close(deep(x), deep.forward(x))
+    assert in_vain(deep) == int(is_kept or kind == "turned" or device.type == "cuda")
+    assert kept is None or kept.shape == (WIDTH, WIDTH)
+
+
+@pytest.mark.parametrize("way", ["data", "resize_"])
+def test_memory_of_a_deep_module_that_was_released_is_not_read(deep, device, way):
+    """On a GPU, reading it would end the process's use of the GPU."""
+    weight = deep.layer.weight
+    kept = weight.detach().clone()
+    if way == "data":
+        weight.data = torch.empty(0, device=device)
+    else:
+        weight.untyped_storage().resize_(0)
+    release(deep)
+    if way == "data":
+        with pytest.raises(RuntimeError):
+            deep(inputs(device))
+        weight.data = kept
+    else:
+        weight.untyped_storage().resize_(kept.nbytes)
+        weight.data.copy_(kept)
+    x = inputs(device)
+    close(deep(x), deep.forward(x))
+    assert in_vain(deep) == 0
+
+
+def test_after_memory_was_released_tensors_are_compared_once_before_the_launch(deep, steps, device):
+    other = torch.empty(1 << 24, device=device)
+    del other
+    release(deep)
+    for before in ("compare", "launch"):
+        steps.clear()
+        x = inputs(device)
+        close(deep(x), deep.forward(x))
+        assert steps[0] == before
+    assert deep.graph_stats.captures == 1
+    assert in_vain(deep) == 0
+
+
+def test_memory_of_other_libraries_is_read_before_the_launch(device):
+    """Torch's allocator does not know when it is freed."""
+    module = Deep().to(device).eval()
+    foreign = torch.from_dlpack(module.layer.weight.detach().clone())
+    module.layer.weight = nn.Parameter(foreign)
+    assert not module.layer.weight.untyped_storage().resizable()
+    model = warm(module, device)
+    model.layer.weight.data = model.layer.weight.data + 1
+    x = inputs(device)
+    close(model(x), model.forward(x))
+    assert in_vain(model) == 0
+
+
 class Recurrent(Scaled):
     """Adds what an attribute holds, if it holds anything."""
 
@@ -300,6 +404,33 @@ def test_what_takes_an_index_is_compared_first(device, kind):
         for _ in range(8):
             close(model(at), model.forward(at))
     assert in_vain(model) == 0
+
+
+class Attending(nn.Module):
+    """The layers of transformers that are one operator at inference, and samples at places that it computes."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(WIDTH, 2, 16, batch_first=True)
+        self.attention, self.scale = nn.MultiheadAttention(WIDTH, 2, batch_first=True), 1.0
+
+    def forward(self, x):
+        y = self.layer(x[:, None])
+        y = self.attention(y, y, y, need_weights=False)[0]
+        places = (y * self.scale)[:, :, None, :2]
+        return nn.functional.grid_sample(y.reshape(len(x), 1, 2, WIDTH // 2), places, align_corners=False)[:, 0, 0]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e38, 0.0])
+def test_attention_and_sampling_are_launched_first_and_run_whatever_they_get(device, value):
+    model = sg.wrap(Attending().to(device).eval(), capture_sizes=[ROWS], progress=False)
+    for _ in range(8):
+        model(inputs(device))
+    for scale in (2.0, 2.0, 2.0):
+        model.scale = scale
+        x = torch.full((ROWS, WIDTH), value, device=device)
+        torch.testing.assert_close(model(x), model.forward(x), equal_nan=True)
+    assert in_vain(model) == 1
 
 
 @pytest.mark.parametrize("kind", [Counted, Drawn, Written])

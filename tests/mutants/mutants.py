@@ -1663,7 +1663,7 @@ MUTANTS = [
     Mutant(
         "a graph whose memory is gone is launched",
         "serve/runner.py",
-        "                        if read is None:\n                            continue\n",
+        "                            if read is None:\n                                continue\n",
         "",
         FIRST,
     ),
@@ -1735,6 +1735,27 @@ MUTANTS = [
         "call/plan.py",
         "acts = call.binding.draws or ",
         "acts = ",
+        FIRST,
+    ),
+    Mutant(
+        "memory that the allocator returned to the device is not noticed before a launch",
+        "serve/runner.py",
+        "releases is None or releases != reading.cache_releases",
+        "releases is None",
+        FIRST,
+    ),
+    Mutant(
+        "tensors count as in place after the allocator was asked once",
+        "serve/runner.py",
+        "                            reading.cache_releases = releases\n",
+        "",
+        FIRST,
+    ),
+    Mutant(
+        "memory of other libraries counts as memory of torch's allocator",
+        "guard/reading.py",
+        " and bool(tensor.untyped_storage().resizable())",
+        "",
         FIRST,
     ),
     Mutant(

@@ -92,6 +92,9 @@ class MetaDevice:
     def release_cached_memory(self) -> None:
         pass
 
+    def cache_releases(self) -> int:
+        return 0
+
     def mark(self) -> MetaMark:
         return MetaMark()
 

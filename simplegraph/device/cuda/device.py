@@ -237,6 +237,11 @@ class CudaDevice:
         except RuntimeError as error:  # another thread captures by itself, or allocates from a pool of its own
             logger.debug("the allocator keeps its cache: %s", error)
 
+    def cache_releases(self) -> tuple[int, int, int]:
+        reserved = torch._C._cuda_memoryStats(self.index)["reserved_bytes"]["all"]
+        # All three, since a program may set the counts of bytes back to 0.
+        return reserved["freed"], reserved["allocated"], reserved["current"]
+
     def mark(self) -> CudaMark:
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self.torch_device))

@@ -61,7 +61,6 @@ class EmulatorDevice:
 
     Attributes:
         synchronizations: the number of calls of `synchronize`.
-        cache_releases: the number of calls of `release_cached_memory`.
         waits: the last (stream, awaited stream) pairs.
     """
 
@@ -71,7 +70,7 @@ class EmulatorDevice:
 
     def __init__(self) -> None:
         self.synchronizations = 0
-        self.cache_releases = 0
+        self._cache_releases = 0
         self.drawing_stream = DEFAULT_STREAM
         self._thread = EmulatedThread()
         self._streams = Streams()
@@ -221,7 +220,11 @@ class EmulatorDevice:
         self._streams.done = self._streams.ticks.copy()
 
     def release_cached_memory(self) -> None:
-        self.cache_releases += 1
+        self._cache_releases += 1
+
+    def cache_releases(self) -> int:
+        """Return the number of calls of `release_cached_memory`."""
+        return self._cache_releases
 
     def mark(self) -> EmulatorMark:
         return EmulatorMark(time.perf_counter())

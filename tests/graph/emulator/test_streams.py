@@ -97,10 +97,10 @@ def test_a_replay_that_races_with_one_on_another_stream_is_found(pool: GraphPool
 
 
 def test_synchronisations_and_cache_releases_can_be_counted() -> None:
-    before = (device.synchronizations, device.cache_releases)
+    before = (device.synchronizations, device.cache_releases())
     device.synchronize()
     device.release_cached_memory()
-    assert (device.synchronizations, device.cache_releases) == (before[0] + 1, before[1] + 1)
+    assert (device.synchronizations, device.cache_releases()) == (before[0] + 1, before[1] + 1)
 
 
 def test_a_break_inside_the_users_own_modes_leaves_them_as_they_were(pool: GraphPool) -> None:
