@@ -29,13 +29,18 @@ from simplegraph.call.inputs import (
     slot,
 )
 from simplegraph.call.outputs import SharedOutputs
+from simplegraph.device.protocol import COMPARING_FIRST
 from simplegraph.guard.guards import CapturedState
+from simplegraph.guard.reading import Comparison, Reading
+from simplegraph.guard.torch_state import TorchSettings
 from simplegraph.manager.lifecycle import SERVED, CapturedGraph
 from simplegraph.manager.table import ProgramTable
 from simplegraph.program.program import Program
 
 Copies = tuple[list[Tensor], list[Tensor]]
 NOTHING: Copies = ([], [])
+LOADED: Copies = ([], [])  # in place of copies that were made already
+COMPARE_FIRST = object()  # in place of a result: the call must be compared before a launch
 _copy_all = torch._foreach_copy_
 _MOST_STRIDES = 64  # the most strides that are remembered for a layout with gaps, whose sizes may vary
 _MOST_COMPARED_FIRST = 4096  # calls after a launch in vain
@@ -126,9 +131,55 @@ class Plan:
         self.calls_to_compare_first = 1 if is_harmless else -1
         self._in_vain = 0  # the calls that were compared first after the latest launch in vain
 
-    def compare_first(self) -> None:
-        """Compare the next calls before their launch: 1, then 2, 4, 8 and so on."""
+    def launch_first(
+        self,
+        leaves: Sequence[Any],
+        copies: Copies,
+        attributes: dict[str, Any],
+        reading: Reading,
+        comparison: Comparison,
+        settings: TorchSettings,
+    ) -> Any:
+        """Launch the graph, and compare the call while the GPU works. Call it with the pool's lock held.
+
+        Args:
+            leaves: the call's.
+            copies: what `bind` returned for them.
+            attributes: the module's own.
+            reading: compares what the graph reads of the module.
+            comparison: compares the plain values that the call must find.
+            settings: those of torch that the call must have.
+
+        Returns:
+            The outputs; `COMPARE_FIRST` if there was no launch, or one in vain, which changed nothing that anybody
+            sees. Then the next 1 calls are compared before their launch, later 2, 4, 8 and so on.
+        """
+        writes, replays, is_same = copies is not NOTHING or self.padding, self.graph.replays_until_proof, False
+        if not (self.pool.shared or COMPARING_FIRST or (writes and self.inputs.handed_out)):
+            try:
+                if writes and self._current_stream() == self.pool.stream:  # while the host looks
+                    self.load(copies)
+                    copies = LOADED
+                # The memory that the graph reads must be there, if only as memory that torch's allocator keeps.
+                read, releases = None, self.device.cache_releases() if reading.shows_releases else None
+                is_there = releases is not None and releases == reading.cache_releases
+                if not is_there:
+                    read = reading.tensors(attributes)
+                    if read is not None:
+                        is_there, reading.cache_releases = True, releases
+                if is_there:
+                    result = self.replay(leaves, copies)
+                    is_same = comparison.holds(attributes) and reading.same(attributes, comparison, read)
+                    is_same = is_same and settings.hold()
+            except Exception:  # raised again where it belongs: the call may be meant for another graph
+                self.inputs.forget_padding()
+                is_same = False
+        if is_same:
+            return result
+        if self.graph.replays_until_proof != replays:
+            self.table.take_back(self.graph, self.padding)
         self._in_vain = self.calls_to_compare_first = min(2 * self._in_vain or 1, _MOST_COMPARED_FIRST)
+        return COMPARE_FIRST
 
     @staticmethod
     def returned(program: Program) -> tuple[Sequence[Any], TreeSpec]:
@@ -308,7 +359,7 @@ class Plan:
         if self._current_stream() != self.pool.stream:
             self.table.order_streams()
         try:
-            if copies is not NOTHING or self.padding:
+            if copies is not LOADED and (copies is not NOTHING or self.padding):
                 self.load(copies)
             copied = self.device.mark() if self.waits else None
             for index, static in self._hosts:

@@ -28,10 +28,10 @@ from simplegraph.batch.dispatch import Dispatch
 from simplegraph.call.call import Call, Graphed, invoke
 from simplegraph.call.entries import WithEntries, put_entries, written_mappings
 from simplegraph.call.layouts import CallTable
-from simplegraph.call.plan import NOTHING
+from simplegraph.call.plan import COMPARE_FIRST
 from simplegraph.call.refusals import Refusal
 from simplegraph.call.signature import Signature, device_of, differences
-from simplegraph.device.protocol import COMPARING_FIRST, GraphPool
+from simplegraph.device.protocol import GraphPool
 from simplegraph.device.select import graph_device
 from simplegraph.distributed.ranks import SingleRank
 from simplegraph.guard.carried import CarriedTensors
@@ -381,49 +381,24 @@ class GraphRunner:
                     if reading is None or not plan.graph.replays_until_proof or plan.is_capturing():
                         continue
                     if put_off is not None:
-                        # The memory that the graph reads must be there, if only as memory that torch's allocator
-                        # has not returned to the device. All else is compared while the graph runs.
-                        read, releases = None, plan.device.cache_releases() if reading.shows_releases else None
-                        if releases is None or releases != reading.cache_releases:
-                            read = reading.tensors(attributes)
-                            if read is None:
-                                continue
-                            reading.cache_releases = releases
-                        writes = copies is not NOTHING or plan.padding
-                        if plan.pool.shared or COMPARING_FIRST or (writes and plan.inputs.handed_out):
-                            plan.compare_first()
+                        result = plan.launch_first(leaves, copies, attributes, reading, put_off, layout.settings)
+                        if result is COMPARE_FIRST:
                             break
-                        due = plan.graph.replays_until_proof
+                    elif not reading.same(attributes, comparison):
+                        continue  # the slow way finds what changed, and if it counts
+                    else:
                         try:
                             result = plan.replay(leaves, copies)
-                            is_same = put_off.holds(attributes) and reading.same(attributes, put_off, read)
-                            is_same = is_same and layout.settings.hold()
-                        except Exception:  # raised again where it belongs: the call may be meant for another graph
-                            is_same = False
-                        if not is_same:
-                            plan.compare_first()
-                            if plan.graph.replays_until_proof != due:
-                                plan.table.take_back(plan.graph, plan.padding)
-                            break
-                        if layout is not layouts[0]:
-                            calls.put_first(layout)
-                        if type(result) is not WithEntries:
-                            return result
-                        return put_entries(result, written_mappings(args, kwargs))
-                    if not reading.same(attributes, comparison):
-                        continue  # the slow way finds what changed, and if it counts
-                    if layout is not layouts[0]:
-                        calls.put_first(layout)
-                    try:
-                        result = plan.replay(leaves, copies)
+                        finally:
+                            if plan.program.breaks:
+                                calls.plain.claim(module)
                         plan.calls_to_compare_first -= plan.calls_to_compare_first > 0
                         layout.launches_first = not plan.calls_to_compare_first
-                        if type(result) is not WithEntries:
-                            return result
-                        return put_entries(result, written_mappings(args, kwargs))
-                    finally:
-                        if plan.program.breaks:
-                            calls.plain.claim(module)
+                    if layout is not layouts[0]:
+                        calls.put_first(layout)
+                    if type(result) is not WithEntries:
+                        return result
+                    return put_entries(result, written_mappings(args, kwargs))
             else:  # no layout could serve the call
                 values = None if put_off is not None else values  # what was not compared must be read again
                 mappings = written_mappings(args, kwargs)  # list them now: the run may put other mappings into them

@@ -73,6 +73,7 @@ class EmulatorDevice:
         self._cache_releases = 0
         self.drawing_stream = DEFAULT_STREAM
         self._thread = EmulatedThread()
+        self.current_stream = functools.partial(getattr, self._thread, "stream")  # without a frame, as on a GPU
         self._streams = Streams()
         self.waits = self._streams.waits
         self._memories: weakref.WeakValueDictionary[int, Memory] = weakref.WeakValueDictionary()
@@ -120,9 +121,6 @@ class EmulatorDevice:
 
     def keep_workspaces(self) -> None:
         """Do nothing: no library has workspaces."""
-
-    def current_stream(self) -> int:
-        return self._thread.stream
 
     def wait_for(self, stream: int) -> None:
         if stream != self.current_stream():
