@@ -6,7 +6,8 @@ refusals         which calls are refused, and when the module is looked at again
 signature        the leaves of the arguments, their names and batch dimensions
 inputs           static inputs, which graphs read
 plan             binds arguments, replays, and returns the outputs; refuses single calls
-outputs          how outputs follow the batch size, and which of them share memory
+outputs          how outputs follow the batch size
+shared_outputs   outputs that share memory with each other or with inputs
 entries          entries that a forward sets in its arguments that are mappings, such as TensorDicts: further outputs
 external_memory  the memory that a forward reads and writes beside its arguments, and changes of its arguments
 

@@ -44,7 +44,7 @@ from simplegraph.manager.lifecycle import SignatureRecord
 from simplegraph.manager.table import ProgramTable
 from simplegraph.program.breaks.break_calls import BreakRows, BreakTrace, trace_between
 from simplegraph.program.breaks.rows import alike_rows, rows_between
-from simplegraph.program.host_modes import HostArguments
+from simplegraph.program.host_arguments import HostArguments
 from simplegraph.program.observe import MemoryObserver, NumbersBySize, NumbersSeen
 from simplegraph.program.program import Program
 

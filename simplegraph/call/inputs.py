@@ -18,7 +18,7 @@ from simplegraph.base.modes import outside_modes
 from simplegraph.base.nested import constant_key
 from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.base.tensors import Layout, storage_key
-from simplegraph.program.host_modes import HostArguments
+from simplegraph.program.host_arguments import HostArguments
 
 _LONGEST_REPR = 40
 

@@ -28,7 +28,7 @@ from simplegraph.call.inputs import (
     overlaps_itself,
     slot,
 )
-from simplegraph.call.outputs import SharedOutputs
+from simplegraph.call.shared_outputs import SharedOutputs
 from simplegraph.device.protocol import COMPARING_FIRST
 from simplegraph.guard.guards import CapturedState
 from simplegraph.guard.reading import Comparison, Reading

@@ -32,7 +32,7 @@ from simplegraph.call.inputs import (
 )
 from simplegraph.guard.torch_state import TorchSettings
 from simplegraph.guard.values import PlainValues
-from simplegraph.program.host_modes import HostArguments, used_on_cpu
+from simplegraph.program.host_arguments import HostArguments, used_on_cpu
 
 _ROUTINES: tuple[type, ...] = types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.MethodWrapperType
 _ROUTINES += types.MethodDescriptorType, types.WrapperDescriptorType, types.ClassMethodDescriptorType

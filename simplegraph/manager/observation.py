@@ -21,7 +21,8 @@ from simplegraph.manager.table import CaptureJob, Forward, Key, ProgramTable
 from simplegraph.program.breaks.break_calls import BreakTrace
 from simplegraph.program.breaks.marks import breaking_operators, recording_breaks
 from simplegraph.program.escapes import PythonState
-from simplegraph.program.host_modes import HostArguments, HostCapture, HostWarmup
+from simplegraph.program.host_arguments import HostArguments
+from simplegraph.program.host_modes import HostCapture, HostWarmup
 from simplegraph.program.observe import MemoryObserver, observed_tensors
 from simplegraph.program.probes import Probe, RecordedRun, Run, around
 from simplegraph.program.steady_reads import KnownTensors, SteadyReads

@@ -29,7 +29,7 @@ from simplegraph.program.program import Program
 from simplegraph.program.steady_reads import KnownTensors
 
 if TYPE_CHECKING:
-    from simplegraph.program.host_modes import HostArguments
+    from simplegraph.program.host_arguments import HostArguments
 
 logger = logging.getLogger("simplegraph")
 Forward = Callable[[CudaGraphMode, BatchDescriptor], Any]

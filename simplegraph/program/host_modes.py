@@ -41,11 +41,9 @@ from simplegraph.base.constants import (
     span,
 )
 from simplegraph.base.errors import HostError
-from simplegraph.base.failures import current_user_location
 from simplegraph.base.nested import flatten
 from simplegraph.base.operators import (
     OperatorMode,
-    argument,
     defined,
     facts_of,
     is_higher_order,
@@ -55,19 +53,21 @@ from simplegraph.base.operators import (
 )
 from simplegraph.base.tensors import storage_key
 from simplegraph.program.breaks.marks import ACTIVE
+from simplegraph.program.host_arguments import (
+    COPY,
+    MASKS,
+    MOVES,
+    PUT,
+    TO_COPY,
+    WHERE,
+    HostArguments,
+    target_device,
+    used_on_cpu,
+)
 from simplegraph.program.steady_reads import SteadyReads
 
 _aten: Any = torch.ops.aten
 _LIFT = _aten.lift_fresh.default
-_TO_COPY, _COPY = _aten._to_copy.default, _aten.copy_.default
-_INDEX = {_aten.index.Tensor, _aten._unsafe_index.Tensor}
-_PUT = {
-    *(_aten.index_put.default, _aten.index_put_.default),
-    *(_aten._index_put_impl_.default, _aten._unsafe_index_put.default),
-}
-_WHERE = _aten.where.self
-_MOVES = {_TO_COPY, _COPY, _WHERE, *_INDEX, *_PUT}
-_MASKS = (torch.bool, torch.uint8)
 
 
 # Operators that check on the host if every standard deviation is valid before they draw.
@@ -80,85 +80,6 @@ def _draw_unchecked(mean: Any, std: Tensor, *, generator: torch.Generator | None
     shape = torch.broadcast_shapes(first.shape, std.shape)  # type: ignore[no-untyped-call]
     drawn = torch.empty(shape, dtype=first.dtype, device=first.device)
     return drawn.normal_(generator=generator).mul_(std).add_(mean)
-
-
-class HostArguments:
-    """The CPU tensors that a forward on another device is passed, and how a run uses each.
-
-    Attributes:
-        names: storage key -> names of the arguments in this memory.
-        static: storage key -> the memory of the static input that a capture reads in place of the argument; None in a
-            run on the caller's own tensors. Arguments that are compared by value have no entry.
-        moved: names of the arguments that the run moved to the device unchanged; waited: names of those moved by a
-            copy that waited, since it was not ``non_blocking``.
-        read: name -> the operator, and the line, that used the argument on the CPU.
-        shows_python: True to note reads without an operator, too, by a mode under which some layers lose their fast
-            path.
-    """
-
-    def __init__(self, *, shows_python: bool = True) -> None:
-        self.shows_python = shows_python
-        self.names: dict[int, list[str]] = {}
-        self.static: dict[int, Tensor | None] = {}
-        self.moved: set[str] = set()
-        self.waited: set[str] = set()
-        self.read: dict[str, str] = {}
-
-    def add(self, name: str, tensor: Tensor, static: Tensor | None = None, *, by_value: bool = False) -> None:
-        """Add an argument to follow."""
-        self.names.setdefault(storage_key(tensor), []).append(name)
-        if not by_value:
-            self.static[storage_key(tensor)] = static
-
-    def among(self, tensors: Iterable[Any]) -> list[Tensor]:
-        """List the tensors that are in the memory of these arguments."""
-        return [tensor for tensor in strided_tensors(tensors) if storage_key(tensor) in self.names]
-
-    def note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], host: Sequence[Tensor]) -> list[Tensor]:
-        """Note how an operator uses CPU tensors that are arguments; return those that it uses on the CPU."""
-        given = self.among(host)
-        if not given or facts_of(func).reads_no_value:
-            return []
-        moved, waits = _moved(func, args, kwargs)
-        used = []
-        for tensor in given:
-            names = self.names[storage_key(tensor)]
-            if any(tensor is other for other in moved) and self._is_plain(tensor):
-                self.moved.update(names)
-                self.waited.update(names if waits else ())
-            else:
-                self.note_read(tensor, str(func.overloadpacket))
-                used.append(tensor)
-        return used
-
-    def note_read(self, tensor: Tensor, operator: str) -> None:
-        """Note that the forward used an argument's tensor on the CPU."""
-        for name in self.names[storage_key(tensor)]:
-            self.read.setdefault(name, f"{operator} at {current_user_location()}")
-
-    def on_device(self, tensor: Tensor) -> Tensor | None:
-        """View the static input that a capture reads in place of a CPU tensor; None if there is none."""
-        memory = self.static.get(storage_key(tensor))
-        if memory is None or not self._is_plain(tensor):
-            return None
-        return memory.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
-
-    def _is_plain(self, tensor: Tensor) -> bool:
-        """True if a tensor has the elements of an argument in the same dtype, not conjugated or negated."""
-        memory = self.static.get(storage_key(tensor))
-        return not (tensor.is_conj() or tensor.is_neg()) and (memory is None or tensor.dtype is memory.dtype)
-
-
-def _moved(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Sequence[Tensor], bool]:
-    """List the CPU tensors that an operator moves to the device unchanged, and True if the operator waits for that."""
-    if func is _TO_COPY:
-        return (args[:1] if target_device(kwargs) != "cpu" else ()), not kwargs.get("non_blocking")
-    if func not in _MOVES or func is _WHERE or args[0].is_cpu:
-        return [], False
-    if func is _COPY:
-        return [args[1]], not argument(args, kwargs, 2, "non_blocking")
-    indices = [index for index in strided_tensors(args[1]) if index.dtype not in _MASKS]
-    return (*indices, *(args[2:3] if func in _PUT else ())), True
 
 
 class _PythonReads(TorchFunctionMode):
@@ -275,7 +196,7 @@ class HostMode(OperatorMode, abc.ABC):
                 self._check_argument(tensor)
         self._check(func, args, kwargs, host, on_host=on_host)
         constant = func is _LIFT or all(map(self._is_constant, host))
-        result = self._move(func, args, kwargs) if host and func in _MOVES else func(*args, **kwargs)
+        result = self._move(func, args, kwargs) if host and func in MOVES else func(*args, **kwargs)
         made = self._note_made(result, () if func is _LIFT else host, constant=constant)
         self.met_host = self.met_host or made or bool(host)
         for tensor in strided_tensors(tuple(written_args(func, args, kwargs))):
@@ -294,7 +215,7 @@ class HostMode(OperatorMode, abc.ABC):
     def _move(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator that moves CPU tensors to the device; constants are read from device copies."""
         first = args[0]
-        if func is _TO_COPY:
+        if func is TO_COPY:
             static = self._static(first)
             if static is not None and target_device(kwargs) != "cpu":
                 return func(static, *args[1:], **kwargs)
@@ -303,18 +224,18 @@ class HostMode(OperatorMode, abc.ABC):
                 key = content(first), *sorted((name, value) for name, value in kwargs.items() if value is not None)
                 # A clone, since the forward may write to the tensor, and every replay must start with the constant.
                 return self._copy(key, first, functools.partial(func, *args, **kwargs)).clone()
-        elif func is _WHERE:
+        elif func is WHERE:
             like = next((tensor for tensor in args if not tensor.is_cpu), first)
             args = tuple(self._on_device(tensor, tensor.dtype, like.device) for tensor in args)
         elif first.is_cpu:
             pass
-        elif func is _COPY:
+        elif func is COPY:
             args = (first, self._on_device(args[1], first.dtype, first.device), *args[2:])
         else:
             indices = self._indices(args[1], first.device)
             args = (first, indices, *args[2:])
             # With a mask on the device and a number on the CPU, torch runs masked_fill_, whose shapes are fixed.
-            if func in _PUT and not any(index.dtype in _MASKS for index in strided_tensors(indices)):
+            if func in PUT and not any(index.dtype in MASKS for index in strided_tensors(indices)):
                 args = (first, indices, self._on_device(args[2], args[2].dtype, first.device), *args[3:])
         return func(*args, **kwargs)
 
@@ -322,7 +243,7 @@ class HostMode(OperatorMode, abc.ABC):
         """Return indices on the device; CPU masks are converted to indices, which a capture cannot do on the device."""
         on_device: list[Tensor | None] = []
         for index in indices:
-            if index is not None and index.is_cpu and index.dtype in _MASKS and self._is_constant(index):
+            if index is not None and index.is_cpu and index.dtype in MASKS and self._is_constant(index):
                 with without_modes():
                     columns = index.nonzero().unbind(1)
                 on_device += [self._copied(column, device, index) for column in columns]
@@ -394,12 +315,6 @@ class HostMode(OperatorMode, abc.ABC):
 # Private to torch. Without them, a capture refuses a number that is made on the device, as it refuses a copy.
 _get_lifting: Callable[[], bool] = getattr(torch._C, "_only_lift_cpu_tensors", lambda: False)
 _set_lifting: Callable[[bool], object] = getattr(torch._C, "_set_only_lift_cpu_tensors", bool)
-
-
-def target_device(kwargs: dict[str, Any]) -> str:
-    """Return the type of the device that an operator's arguments name for its result; "cpu" if they name none."""
-    device = kwargs.get("device")
-    return "cpu" if device is None else torch.device(device).type
 
 
 class HostWarmup(HostMode):  # type: ignore[no-untyped-call]
@@ -553,13 +468,6 @@ class HostCapture(HostMode):  # type: ignore[no-untyped-call]
             )
         self.served[id(copy)] = copy
         return copy
-
-
-def used_on_cpu(name: str, where: str) -> tuple[str, str]:
-    """Return the cause and the remedy for an argument that a forward uses on the CPU."""
-    cause = f"{name} is on the CPU, and the forward uses it there ({where})"
-    move = f"as in {name} = {name}.to(device)" if name.isidentifier() else "by .to(device)"  # an item has no such name
-    return cause, f"Move it first, {move}, or pass it on the device."
 
 
 def _draws_on_cpu(func: Any, kwargs: dict[str, Any]) -> bool:

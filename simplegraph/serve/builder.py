@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -17,74 +16,43 @@ from simplegraph.base.context import bypassed
 from simplegraph.base.errors import CaptureError, ReplayError
 from simplegraph.base.nested import flatten
 from simplegraph.base.reasons import CannotBind, Reason
-from simplegraph.base.tensors import storage_key
 from simplegraph.batch.sizes import BatchDescriptor
-from simplegraph.call.call import Binding, Call, is_copied
-from simplegraph.call.external_memory import MemoryInUse, Rehearsals, drawn_generators, held_generators, invoke_watched
-from simplegraph.call.inputs import HostArg, InputSet, shared_rows
+from simplegraph.call.call import Binding, Call
+from simplegraph.call.external_memory import MemoryInUse, held_generators, invoke_watched
+from simplegraph.call.inputs import InputSet, shared_rows
 from simplegraph.call.plan import Plan
-from simplegraph.call.signature import CallReader, differences
-from simplegraph.device.protocol import CAPTURE_LOCK
-from simplegraph.device.saved_state import SavedMemory, copy_limit, drew, random_states
-from simplegraph.guard.carried import PlacesFoundError
+from simplegraph.call.signature import differences
+from simplegraph.device.saved_state import SavedMemory, copy_limit
 from simplegraph.guard.functions import FunctionModule, computes_gradients
 from simplegraph.guard.guards import CapturedState
-from simplegraph.guard.python_effects import ModuleState
-from simplegraph.guard.scripted import refused_script, settling_runs
+from simplegraph.guard.scripted import refused_script
 from simplegraph.guard.survey import Survey, device_of_state
 from simplegraph.manager.lifecycle import ModuleRecord, RowVerdict, SizeRecord, Stage
-from simplegraph.manager.manager import CudaGraphManager
-from simplegraph.manager.observation import Observation, run_observed
 from simplegraph.manager.stats import CaptureSummary, where_failed
 from simplegraph.manager.table import CaptureJob
-from simplegraph.program.breaks.break_calls import BreakTrace
-from simplegraph.program.escapes import kept_by
-from simplegraph.program.host_modes import HostArguments
-from simplegraph.program.observe import MemoryObserver
-from simplegraph.program.probes import Probe, Run
-from simplegraph.program.steady_reads import KnownTensors
+from simplegraph.serve.call_capture import CallCapture
+from simplegraph.serve.observed_runs import ObservedRuns, known_tensors
 
 logger = logging.getLogger("simplegraph")
-
-_COMPARE_REMEDY = (
-    "Up to 1 GiB of inputs are compared before and after a run; pass less, or make that part an eager break."
-)
 
 _MADE_UNSEEN = "the forward reads memory that no operator of its own thread made, such as what another thread computed"
 _SEEN_REMEDY = "Compute it in the thread that calls the module, by torch's operators."
 
 
 @dataclasses.dataclass(eq=False)
-class GraphBuilder:
+class GraphBuilder(ObservedRuns):
     """Builds the graphs of one module on one device.
-
-    Args:
-        manager: holds the Programs.
-        reader: reads calls, and learns from calls that succeeded.
-        module_record: the lifecycle of all calls of the module.
 
     Attributes:
         plan_kind: the class of plans.
+        module_record: the lifecycle of all calls of the module.
         inputs_of: the static inputs that each Program reads, by key.
-        state: the module's state that the Programs read; None before the first capture.
-        seen: memory that observed runs of the forward used beside the arguments.
-        recorded: storage keys of external memory that the latest captures read.
-        ran_on: the GPU of the kernels of the latest eager run, if neither an argument nor a weight is on a GPU; else
-            None.
-        probes: further probes for captures.
     """
 
     plan_kind: ClassVar[type[Plan]] = Plan
 
-    manager: CudaGraphManager
-    reader: CallReader
     module_record: ModuleRecord = dataclasses.field(default_factory=ModuleRecord)
     inputs_of: dict[Hashable, InputSet] = dataclasses.field(default_factory=dict)
-    state: CapturedState | None = None
-    seen: MemoryInUse = dataclasses.field(default_factory=MemoryInUse)
-    recorded: set[int] = dataclasses.field(default_factory=set)
-    ran_on: torch.device | None = None
-    probes: Sequence[Probe] = ()
 
     def drop(self) -> None:
         """Drop the Programs and everything that they own."""
@@ -180,7 +148,7 @@ class GraphBuilder:
         # Constants that follow the batch size come from a warmup of the padded size: this run is none.
         key = (call.binding.signature, None) if call.padding else call.key
         arguments = call.host_arguments() if call.layout.hosted else None
-        result, observer, trace = self._run_observed(
+        result, observer, trace = self.run_eagerly(
             call, call.args, call.kwargs, key, rows=call.batch, arguments=arguments
         )
         # If an argument is on a GPU, the call's device is known.
@@ -188,7 +156,7 @@ class GraphBuilder:
             module_device = device_of_state(call.module)
             self.ran_on = observer.gpu if module_device is None or module_device.type == "cpu" else None
         if arguments is not None:
-            self._learn_hosts(call, arguments)
+            self.learn_hosts(call, arguments)
         self.module_record.settle(call.layout.settings.difference())
         if trace is not None:
             call.binding.note_trace(call.batch, trace)
@@ -235,69 +203,6 @@ class GraphBuilder:
             warmups = self.warmups_left(binding, rows, mode, descriptor)
             return ["warmup"] * warmups + ["proof"] * bool(table.config.verify)
         return ["proof"] * (graph.verdict(rows) is RowVerdict.DUE)
-
-    def _run_observed(
-        self,
-        call: Call,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        key: Hashable | None = None,
-        *,
-        rows: int,
-        arguments: HostArguments | None = None,
-        before_write: Callable[[Tensor], object] = id,
-    ) -> tuple[Any, MemoryObserver, BreakTrace | None]:
-        """Run eagerly with these arguments, and observe the run; trace breaks, and keep constants for `key`."""
-        counted = call.binding.counted[call.padded].eager_run(call.module)
-        limit = copy_limit(self.manager.device.free_memory())
-        generators = drawn_generators(call, self.manager.device.torch_device)
-        before = random_states(generators)
-        passed, _ = flatten((args, kwargs))
-        copied = {storage_key(leaf) for leaf, arg in zip(passed, call.layout.args, strict=True) if is_copied(arg)}
-        # The run is on the caller's stream, since work of the forward in other threads waits for no other stream. A
-        # forward that runs a backward is on the capture stream: nodes that accumulate gradients may live until the
-        # capture, and keep the stream of their first use.
-        trains = computes_gradients(call.module)
-        stream: contextlib.AbstractContextManager[object]
-        stream = self.manager.device.on_capture_stream() if trains else CAPTURE_LOCK
-        with stream, bypassed(Reason.NESTED), counted:
-            result, observer, trace = run_observed(
-                self.manager.table,
-                lambda: invoke_watched(call, self.reader, args, kwargs, limit),
-                key,
-                traced=call.breaks,
-                rows=rows,
-                inputs=copied,
-                arguments=arguments,
-                before_write=before_write,
-                tensors=_known_tensors(call, copied),
-            )
-        call.binding.draws |= observer.may_draw and drew(generators, before)
-        for leaf in flatten(result)[0] if trains else ():
-            if issubclass(type(leaf), Tensor) and leaf.is_cuda and leaf.layout is torch.strided:
-                for part in leaf.unbind()[:1] if leaf.is_nested else [leaf]:  # all parts share one memory
-                    part.record_stream(torch.cuda.current_stream(leaf.device))
-        return result, observer, trace
-
-    def _learn_hosts(self, call: Call, arguments: HostArguments) -> bool:
-        """Learn how a run used CPU tensors that it was passed; True if such calls are read differently from now on."""
-        call.binding.waited |= arguments.waited
-        return self.reader.learn_hosts(arguments)
-
-    def keep_external(self, call: Call, observers: Sequence[MemoryObserver], inputs: set[int]) -> None:
-        """Keep alive the memory that observed runs read, except inputs and tensors of the module; note their writes."""
-        call.binding.differentiates |= any(observer.differentiates for observer in observers)
-        call.binding.only_computes &= not any(
-            observer.may_fault or observer.written or observer.launched or observer.unseen for observer in observers
-        )
-        if call.carried.places:
-            call.carried.note_read({key for observer in observers for key in observer.external} - inputs)
-        unread = call.module.note_read(observers) if isinstance(call.module, FunctionModule) else set()
-        # Reference counts do not show who holds gradients and learning rates of a training step.
-        device = None if computes_gradients(call.module) else self.manager.device.torch_device
-        self.seen.add(call.survey, observers, inputs | unread, device)
-        if self.state is not None:
-            self.state.accept(call.survey)
 
     def _inputs(self, call: Call) -> InputSet:
         """Find or make the static inputs of a call's padded size."""
@@ -386,11 +291,11 @@ class GraphBuilder:
         copies = memory.copy()
         try:
             inputs.load(call.tensors, call.padded)
-            summary = self._capture(call, inputs, jobs, lazy=lazy, following=following)
+            summary = CallCapture(self, call, inputs, jobs, lazy=lazy, following=following).run()
             if len(summary.failed) < len(jobs) or not jobs:
                 self._note_captured(call, inputs, jobs)
                 # Not for training steps: see `keep_external`.
-                if jobs and not jobs[0].trains and self._reads_unseen(call):
+                if jobs and not jobs[0].trains and self.reads_unseen(call):
                     failed = self.manager.table.refuse(jobs, _MADE_UNSEEN, _SEEN_REMEDY)
                     summary = dataclasses.replace(summary, captured=0, failed=failed)
                 if self.manager.device.emulated:
@@ -401,131 +306,6 @@ class GraphBuilder:
         finally:
             memory.put(copies)
         return summary
-
-    def _capture(
-        self, call: Call, inputs: InputSet, jobs: Sequence[CaptureJob], *, lazy: bool, following: bool
-    ) -> CaptureSummary:
-        """Capture jobs, and undo all changes of Python state and the effects of all runs except the warmups.
-
-        A size runs eagerly if its recording leaves tensors of the graph in Python objects, where they are undefined.
-        All sizes run eagerly if the forward changes Python state at every run.
-        """
-        manager, counted = self.manager, call.binding.counted[call.padded]
-        observation = Observation(manager.table)
-        # Earlier calls may have run with fewer rows, or have taken other branches, as probes of extras note.
-        own_size = not call.padding and (call.spec, call.batch) in call.binding.ran
-        retry = not lazy or not own_size or bool(manager.table.constants.probe_counts)
-        passes_carried = call.carried.enabled and not call.breaks and manager.ranks.size == 1
-        state = ModuleState(
-            call.module,
-            manager.device,
-            manager.pool,
-            counted,
-            inputs.storages,
-            retry=retry,
-            passes_carried=passes_carried,
-        )
-        rehearsals = Rehearsals(self.seen, manager.table, call, observation.observers)
-        watched = following and not manager.ranks.any("that no run was watched", not counted.watched)
-        num_warmups = manager.config.num_warmups
-        rehearsed = 0 if lazy or num_warmups < 2 else num_warmups
-        scripts = call.survey.scripted or call.plain.scripts
-        if jobs and scripts and not jobs[0].trains:  # a training step's own calls were warmups of its size
-            rehearsed = max(rehearsed, settling_runs())
-
-        last_checks = _LastChecks(self, call, inputs, jobs, rehearsals, observation, state, lazy=lazy)
-        probes = [rehearsals, observation, state, last_checks, *self.probes]
-        capture = manager.new_capture(jobs, lazy=lazy or following, retry=retry, probes=probes)
-        # At the end, Python state is restored, and then the memory that the runs used is noted, even after an error.
-        # Under the lock, since no other thread may draw random numbers before that.
-        with CAPTURE_LOCK, contextlib.ExitStack() as afterwards:
-            afterwards.callback(self.note_seen, call, inputs, observation)
-            try:
-                summary = capture.run(0 if lazy or watched else 1, rehearsed)
-                _check_settings(call)
-            except PlacesFoundError as error:
-                raise self._pass_carried(call, error, observation) from None
-            finally:
-                # Another thread may have set a number while the forward was recorded, before or after it was read.
-                others = call.plain.set_by_others(call.module)
-                kept = state.put_back()
-                for attributes, name, value in others:
-                    attributes[name] = value
-        for _, name, _ in others:
-            raise CannotBind(Reason.WARMUP, f"{name}, which other code set during the capture")
-        summary = capture.inspect(summary)
-        if jobs and jobs[0].arguments is not None:  # all jobs share one `HostArguments`
-            self._learn_hosts(call, jobs[0].arguments)
-        self._note_made(call, jobs, observation)
-        changed = (counted.names or []) if len(summary.failed) < len(jobs) else []
-        try:
-            why = _why_refused(call, state, observation, kept, changed)
-        except PlacesFoundError as error:
-            raise self._pass_carried(call, error, observation) from None
-        if why is None:
-            return summary
-        return dataclasses.replace(summary, captured=0, failed=manager.table.refuse(jobs, *why))
-
-    def _pass_carried(self, call: Call, error: PlacesFoundError, observation: Observation) -> CannotBind:
-        """Pass the places that a capture found as inputs of later calls; return the refusal of this call."""
-        call.carried.adopt(error.places, {key for observer in observation.observers for key in observer.external})
-        return CannotBind(Reason.WARMUP, str(error))
-
-    def check_devices(self, call: Call, arguments: HostArguments | None, observers: Sequence[MemoryObserver]) -> None:
-        """Refuse captures of a call if a warmup showed that its devices were assumed wrongly.
-
-        Raises:
-            CannotBind: its kernels run on a GPU, but its inputs and graphs are on the CPU. Or it uses a small CPU
-                tensor on the CPU that was assumed to be moved to the GPU, or the other way round.
-        """
-        for observer in observers:
-            if observer.gpu is not None and self.manager.device.torch_device.type == "cpu":
-                self.ran_on = observer.gpu
-                raise CannotBind(Reason.WRONG_DEVICE, f"inputs are on the CPU, and kernels run on {observer.gpu}")
-        if arguments is not None and self._learn_hosts(call, arguments):
-            names = ", ".join(sorted({*arguments.moved, *arguments.read}))
-            raise CannotBind(Reason.WRONG_DEVICE, f"{names} on the CPU")
-
-    def _note_made(self, call: Call, jobs: Sequence[CaptureJob], observation: Observation) -> None:
-        """Note the outputs whose memory observed runs made: they must be cloned."""
-        table = self.manager.table
-        programs = [table.graphs[job.key].program for job in jobs if job.key in table.graphs]
-        outputs = (
-            (at, leaf)
-            for program in programs
-            for at, leaf in enumerate(program.outputs)
-            if issubclass(type(leaf), Tensor)
-        )
-        call.binding.made |= {
-            at for at, leaf in outputs if any(observer.made(leaf) for observer in observation.observers)
-        }
-
-    def note_seen(self, call: Call, inputs: InputSet, observation: Observation, buffers: Iterable[Tensor] = ()) -> None:
-        """Note the memory that observed runs read and wrote, except `buffers` of the call."""
-        for observer in observation.observers:
-            call.binding.note_written(observer, inputs.memory)
-            call.binding.learn_numbers(self.manager.table, observer.numbers)
-        host_copies = (arg.leaf for arg in call.layout.args if isinstance(arg, HostArg))
-        storages = inputs.storages.union(map(storage_key, (*buffers, *host_copies)))
-        self.keep_external(call, observation.observers, storages)
-        self.recorded = {key for observer in observation.observers if observer.captures for key in observer.external}
-        self.seen.read.values |= {
-            place: tensor for place, tensor in observation.reads.items() if place[0] not in storages
-        }
-        self.seen.read.versions += observation.versions
-
-    def _reads_unseen(self, call: Call) -> bool:
-        """True if the latest graphs read memory outside of their pool that nothing else ever held."""
-        device, pool, elsewhere = self.manager.device, self.manager.pool, self.seen.read.elsewhere
-        # The tensors that TorchScript makes of numbers are on the CPU, unseen: on the emulator they are device memory.
-        makes_numbers = device.emulated and bool(call.survey.scripted or call.plain.scripts)
-        found = (elsewhere[key] for key in self.recorded & elsewhere.keys())
-        return any(
-            owned.was_never_held()
-            and not device.in_pool(pool, owned.tensor)
-            and not (makes_numbers and owned.tensor.dim() == 0)
-            for owned in found
-        )
 
     def refuse(self, call: Call, cause: str, remedy: str) -> None:
         """Drop the graph of the call's size; the size runs eagerly from now on."""
@@ -543,40 +323,6 @@ class GraphBuilder:
             self.state = CapturedState(call.module)
         self.state.take(self.seen.read, call.survey, names_gradients=call.plain.reads("grad"))
 
-    def observe_second_size(
-        self, call: Call, inputs: InputSet, rehearsals: Rehearsals, state: ModuleState, jobs: Sequence[CaptureJob]
-    ) -> None:
-        """Run a second batch size eagerly and undo its effects, unless batch dimensions and outputs are known.
-
-        Afterwards outputs can be cut to their rows, and batch dimensions are confirmed.
-        """
-        binding, confirmed = call.binding, call.confirmed(self.reader)
-        sliced = binding.outputs.is_learnt or len({kind.num_tokens for _, kind in self.manager.descriptors()}) > 1
-        for job in jobs if call.breaks else ():
-            if (seen := self.manager.table.traces.get(job.key)) is not None:
-                binding.note_trace(job.rows, seen)
-        sliced = sliced and (not call.breaks or binding.break_rows is not None)
-        if (sliced and confirmed) or binding.padding_refusal or binding.refusal or call.padded == 1:
-            return
-        other = next(rows for rows in (call.padded // 2, call.padded // 2 + 1) if rows != call.batch)
-        leaves = inputs.passed(call.layout.args, lambda static: static.copied_part(call.padded, other, reference=True))
-        args, kwargs = call.spec.unflatten(leaves)
-        run = Run(rows=other, rehearsed=True)
-        with rehearsals.around(run):
-            try:
-                result, observer, trace = self._run_observed(
-                    call, args, kwargs, rows=other, before_write=run.before_write
-                )
-            except Exception as error:  # the forward refuses such a batch: sizes without a graph run eagerly
-                logger.debug("%s cannot run %d rows: %s", self.manager.stats.name, other, error)
-                return
-        state.release([observer])
-        binding.learn_outputs(other, *flatten(result))
-        binding.learn_numbers(self.manager.table, observer.numbers)
-        self.reader.learn(other, leaves, call.spec)
-        if trace is not None:
-            binding.note_trace(other, trace)
-
     def _jobs(
         self, call: Call, inputs: InputSet, todo: Sequence[tuple[CudaGraphMode, BatchDescriptor]]
     ) -> list[CaptureJob]:
@@ -587,7 +333,7 @@ class GraphBuilder:
             inputs.host_arguments(call.layout.args, shows_python=call.shows_python) if call.layout.hosted else None
         )
         trains = computes_gradients(call.module)
-        tensors = _known_tensors(call, inputs.storages)
+        tensors = known_tensors(call, inputs.storages)
         return [
             CaptureJob(
                 (call.binding.signature, *kind),
@@ -635,69 +381,6 @@ class GraphBuilder:
         return run
 
 
-def _why_refused(
-    call: Call, state: ModuleState, observation: Observation, kept: Sequence[str], changed: Sequence[str]
-) -> tuple[str, str] | None:
-    """Return (cause, remedy) if no graph of a capture may serve; None if the graphs may.
-
-    Args:
-        call: the call that was captured.
-        state: the probe of Python state.
-        observation: the probe of operators.
-        kept: names of the places that would keep tensors of the graphs.
-        changed: names of the places that the forward changes at every run.
-
-    Raises:
-        PlacesFoundError: calls can pass the tensors that the forward leaves in these places.
-    """
-    if refused := kept or changed:
-        state.check_carried(refused)
-    if kept:
-        return kept_by(kept), state.remedy(kept)
-    if any(observer.unseen for observer in observation.observers) and (unknown := call.never_compared()):
-        return f"kernels that torch does not dispatch may write to {', '.join(unknown)}", _COMPARE_REMEDY
-    return call.binding.counted[call.padded].refusal(call.module) if changed else None
-
-
-@dataclasses.dataclass(eq=False)
-class _LastChecks(Probe):
-    """Checks a call once more before its captures, after all runs whose effects stay, and runs a second batch size."""
-
-    builder: GraphBuilder
-    call: Call
-    inputs: InputSet
-    jobs: Sequence[CaptureJob]
-    rehearsals: Rehearsals
-    observation: Observation
-    state: ModuleState
-    lazy: bool
-
-    def before_captures(self, *, again: bool = False) -> None:
-        """Check the call, except before a second try. Raises CannotBind."""
-        call, observers = self.call, self.observation.observers
-        if again:
-            return
-        if call.binding.refusal is None:  # a refused run may have changed the shapes of static inputs
-            # Shift the rows: the proof then shows a value that the capture computed once and froze.
-            self.inputs.load(call.tensors, call.padded, first=1)
-        if self.lazy:
-            return
-        _check_settings(call)
-        if not any(observer.captures for observer in observers):  # in the first pass
-            call.plain.check(call.module)
-        if torch.cuda.is_initialized() or call.layout.hosted:  # type: ignore[no-untyped-call]
-            self.builder.check_devices(call, self.jobs[0].arguments, observers)
-        self.builder.observe_second_size(call, self.inputs, self.rehearsals, self.state, self.jobs)
-
-
-def _known_tensors(call: Call, inputs: Collection[int]) -> KnownTensors:
-    """Return the tensors whose values may be constants in a graph; `inputs` has the storage keys of data."""
-    if computes_gradients(call.module):  # a training step writes parameters: no value is a constant
-        return KnownTensors(lambda tensor: (), inputs)
-    survey = functools.cache(lambda: Survey(call.module))
-    return KnownTensors(lambda tensor: survey().tensors_at(tensor), inputs)
-
-
 @functools.cache
 def _warn_of_emulation() -> None:
     """Warn once in a process."""
@@ -705,14 +388,3 @@ def _warn_of_emulation() -> None:
         "simplegraph: on the CPU graphs are emulated, which checks CUDA's rules and gives no speed. Move the module "
         "and its inputs to a GPU, or switch graphs off, by mode='NONE' or SIMPLEGRAPH_MODE=off."
     )
-
-
-def _check_settings(call: Call) -> None:
-    """Refuse captures if settings of torch changed since the call was read: no later call could use the graphs.
-
-    Raises:
-        CannotBind: the forward, or torch itself, changed a setting.
-    """
-    changed = call.layout.settings.difference()
-    if changed:
-        raise CannotBind(Reason.PYTHON_STATE, f"settings of torch: {changed}")

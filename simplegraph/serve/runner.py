@@ -621,7 +621,7 @@ class GraphRunner:
                 self.config, device=device, pool=self._pool, requests=False, ranks=self._ranks, stats=self.stats
             )
             manager.device.dtype = autocast_dtype(device.type) or dtype_of_products(module)
-            builder = self.builder = self.builder_kind(manager, self._calls.reader(module), self._record)
+            builder = self.builder = self.builder_kind(manager, self._calls.reader(module), module_record=self._record)
             builder.ran_on = ran_on
         return builder
 

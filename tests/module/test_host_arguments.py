@@ -14,7 +14,8 @@ from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.call.call import Binding
 from simplegraph.call.inputs import HostArg, HostInput, TensorArg
 from simplegraph.call.signature import CallReader, Signature, device_of
-from simplegraph.program.host_modes import HostArguments, HostWarmup
+from simplegraph.program.host_arguments import HostArguments
+from simplegraph.program.host_modes import HostWarmup
 
 
 def forward(x: Tensor, scale: Tensor) -> Tensor:

@@ -253,7 +253,7 @@ MUTANTS = [
     ),
     Mutant(
         "graphs are captured under other settings than calls are read under",
-        "serve/builder.py",
+        "serve/call_capture.py",
         '        raise CannotBind(Reason.PYTHON_STATE, f"settings of torch: {changed}")',
         "        pass",
         ("tests/module/test_settings_of_the_recording.py",),
@@ -288,8 +288,8 @@ MUTANTS = [
     ),
     Mutant(
         "what a capture changed in Python is not put back",
-        "serve/builder.py",
-        "                kept = state.put_back()\n",
+        "serve/call_capture.py",
+        "                kept = self._state.put_back()\n",
         "                kept = []\n",
         FAULTS,
     ),
@@ -744,7 +744,7 @@ MUTANTS = [
     ),
     Mutant(
         "what a rehearsal writes outside of the module stays",
-        "serve/builder.py",
+        "serve/call_capture.py",
         "rows=other, before_write=run.before_write\n",
         "rows=other\n",
         ("tests/module/test_capture_graphs.py",),
@@ -779,7 +779,7 @@ MUTANTS = [
     ),
     Mutant(
         "what is computed beside a graph is its proof's answer",
-        "serve/builder.py",
+        "serve/call_capture.py",
         "call.padded, first=1)",
         "call.padded)",
         PROOFS,
@@ -933,7 +933,7 @@ MUTANTS = [
     ),
     Mutant(
         "functions of TorchScript are captured while they are profiled",
-        "serve/builder.py",
+        "serve/call_capture.py",
         "scripts = call.survey.scripted or call.plain.scripts",
         "scripts = call.survey.scripted",
         ("tests/module/test_scripted_parts.py",),
@@ -948,13 +948,13 @@ MUTANTS = [
     Mutant(
         "what another thread made while a graph was recorded is read for ever",
         "serve/builder.py",
-        "if jobs and not jobs[0].trains and self._reads_unseen(call):",
+        "if jobs and not jobs[0].trains and self.reads_unseen(call):",
         "if False:",
         PROOFS,
     ),
     Mutant(
         "warmups run on the stream of captures",
-        "serve/builder.py",
+        "serve/observed_runs.py",
         "self.manager.device.on_capture_stream() if trains else CAPTURE_LOCK",
         "self.manager.device.on_capture_stream()",
         PROOFS,
@@ -1718,14 +1718,14 @@ MUTANTS = [
     ),
     Mutant(
         "a graph that takes an index is launched in vain",
-        "serve/builder.py",
+        "serve/observed_runs.py",
         "observer.may_fault or ",
         "",
         FIRST,
     ),
     Mutant(
         "a graph that writes to a buffer is launched in vain",
-        "serve/builder.py",
+        "serve/observed_runs.py",
         "or observer.written ",
         "",
         FIRST,
@@ -1802,14 +1802,14 @@ MUTANTS = [
     ),
     Mutant(
         "a graph keeps a number that another thread set during its capture",
-        "serve/builder.py",
+        "serve/call_capture.py",
         "for _, name, _ in others:",
         "for _, name, _ in ():",
         ("tests/module/test_set_by_threads.py",),
     ),
     Mutant(
         "a capture undoes what another thread set",
-        "serve/builder.py",
+        "serve/call_capture.py",
         "                    attributes[name] = value\n",
         "                    pass\n",
         ("tests/module/test_set_by_threads.py",),
@@ -1830,7 +1830,7 @@ MUTANTS = [
     ),
     Mutant(
         "a size runs eagerly for good once another thread set a number during its capture",
-        "serve/builder.py",
+        "serve/call_capture.py",
         'raise CannotBind(Reason.WARMUP, f"{name}, which',
         'raise CannotBind(Reason.PYTHON_STATE, f"{name}, which',
         ("tests/module/test_set_by_threads.py",),

@@ -16,7 +16,8 @@ from torch import Tensor
 from simplegraph.base.errors import HostError
 from simplegraph.base.failures import capture_error
 from simplegraph.program.breaks.marks import recording_breaks
-from simplegraph.program.host_modes import HostArguments, HostCapture, HostMode, HostWarmup, used_on_cpu
+from simplegraph.program.host_arguments import HostArguments, used_on_cpu
+from simplegraph.program.host_modes import HostCapture, HostMode, HostWarmup
 from simplegraph.program.observe import MemoryObserver
 
 META = torch.device("meta")
