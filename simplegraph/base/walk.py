@@ -32,6 +32,7 @@ from simplegraph.base.tensors import parts
 MAX_OBJECTS = 1_000_000  # far above a model's own (an 8B transformers model has 7,000): for objects held by accident
 MAX_BEYOND_CODE = 20_000  # objects that only code leads to
 DEPTH = 4  # a class, its method, a function that it names, and objects that this names: beyond lie whole libraries
+MAX_WIDTH = 256  # the most entries of a container that count one by one
 OPAQUE = object()  # the kind of objects whose contents are not read: code, and objects of libraries
 _FILES_AND_NETWORKS = {"huggingface_hub", "httpx", "httpx2", "requests", "tqdm", "yaml", "packaging"}
 _LIBRARIES = {

@@ -15,8 +15,7 @@ from torch import nn
 
 from simplegraph.base.nested import ATOMS
 from simplegraph.base.objects import attribute_of, by_class, class_member, own_dict
-from simplegraph.base.walk import ALIASES, CLASS_REGISTRIES, DEPTH, held_by, is_break, is_closed, names_in
-from simplegraph.guard.values import MAX_WIDTH
+from simplegraph.base.walk import ALIASES, CLASS_REGISTRIES, DEPTH, MAX_WIDTH, held_by, is_break, is_closed, names_in
 
 _INNER = ("__func__", "fget", "func", "__wrapped__")  # attributes in which methods and wrappers hold their function
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)

@@ -28,6 +28,7 @@ from simplegraph.base.walk import (
     DICTS,
     LIBRARY_SETTINGS,
     LRU,
+    MAX_WIDTH,
     OPAQUE,
     Policy,
     Walk,
@@ -44,11 +45,14 @@ from simplegraph.guard.code_below import CodeBelow, is_packaged
 from simplegraph.guard.links import HOOKS, REGISTRIES
 from simplegraph.guard.scripted import SCRIPTS, CompiledModule, ScriptedValues, python_below
 from simplegraph.guard.values import (
+    ALL,
+    CLASS,
     HEAP_TYPE,
     MAX_DEPTH,
-    MAX_WIDTH,
     NOT_PLAIN,
     ORDER,
+    PARTS,
+    Place,
     SameObject,
     buffer_key,
     can_be_referenced,
@@ -66,16 +70,12 @@ _IDENTIFIED = (types.MethodType, *SCRIPTS)  # classes of opened objects that are
 # Types of values that may lead to code.
 _LEADING = frozenset({types.FunctionType, types.MethodType, functools.partial, dict, list, tuple, *ALIASES})
 _parts_of_code = operator.attrgetter("__code__", "__defaults__", "__kwdefaults__")
-_PARTS = object()  # the first item of the entry of a tuple whose values are not all plain
 _VALUES = frozenset({"LOAD_CONST", "LOAD_SMALL_INT", "LOAD_GLOBAL", "LOAD_FAST", "LOAD_FAST_BORROW"})
 _NO_WORK = frozenset({"RESUME", "NOP", "CACHE", "RETURN_CONST", "RETURN_VALUE"})
 _WITH_INIT = (
     "is a threading.local with an __init__, which Python would run when another thread reads it. Remove __init__ and "
     "read getattr(local, name, default), or use a contextvars.ContextVar"
 )
-ALL = object()  # in a place, all keys of a container
-CLASS = "__class__"  # the key of an object's class
-Place = tuple[str, Hashable]  # the name of a holder, and a key in it
 
 
 def _bound(method: types.MethodType) -> dict[str, Any]:
@@ -327,7 +327,7 @@ class ValueHolder:
         if issubclass(type(value), tuple) and len(path) <= MAX_DEPTH and _length(value) <= MAX_WIDTH:
             items = enumerate(tuple.__iter__(value))
             entries = tuple(self._entry(item, opened, [*path, at], empty) for at, item in items)
-            return _PARTS, class_key(type(value)), entries
+            return PARTS, class_key(type(value)), entries
         buffered = buffer_key(value)
         if buffered is not None:
             self.buffers.append(value)
@@ -382,22 +382,6 @@ def _items(container: Any) -> list[tuple[Any, Any]]:
         return items_in_order(container)
     items = kind_of(type(container)).__iter__(container)
     return [(item, True) for item in items] if issubclass(type(container), set) else list(enumerate(items))
-
-
-def is_of_tensor(entry: Any) -> bool:
-    """True for an entry of a tensor, or of a tuple of tensors."""
-    if type(entry) is tuple and len(entry) == 3 and entry[0] is _PARTS:
-        return bool(entry[2]) and all(map(is_of_tensor, entry[2]))
-    if type(entry) is tuple and len(entry) == 2 and issubclass(type(entry[0]), type):
-        return issubclass(entry[0], Tensor)
-    return entry in (class_key(Tensor), class_key(nn.Parameter))
-
-
-def has_object(entry: Hashable) -> bool:
-    """True if the entry of a value contains an object, which may lead to more values."""
-    if type(entry) is tuple and entry and entry[0] is _PARTS:
-        return any(map(has_object, entry[2]))
-    return type(entry) is SameObject
 
 
 def _parts_of(function: types.FunctionType) -> dict[str, Any]:

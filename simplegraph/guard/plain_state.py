@@ -19,9 +19,19 @@ from typing import Any
 from simplegraph.base.objects import own_dict
 from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.guard.code_below import CodeBelow
-from simplegraph.guard.holders import ALL, CLASS, Holders, Place, SearchRoot, ValueHolder, has_object, is_of_tensor
+from simplegraph.guard.holders import Holders, SearchRoot, ValueHolder
 from simplegraph.guard.reading import Comparison
-from simplegraph.guard.values import ORDER, PlainValues, place_name, shown_entry
+from simplegraph.guard.values import (
+    ALL,
+    CLASS,
+    ORDER,
+    Place,
+    PlainValues,
+    has_object,
+    is_of_tensor,
+    place_name,
+    shown_entry,
+)
 from simplegraph.program.breaks.marks import ACTIVE
 from simplegraph.program.program import SegmentRecorder
 from simplegraph.program.snapshot import ABSENT

@@ -20,15 +20,19 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from simplegraph.base.nested import ATOMS, constant_key
 from simplegraph.base.objects import by_class, own_dict
-from simplegraph.base.walk import shown
+from simplegraph.base.walk import MAX_WIDTH, shown
 
 _name_of = vars(type)["__name__"].__get__  # ignores the metaclass's own `__name__`
 NOT_PLAIN = object()
 ORDER = object()  # the key of the entry for the order of a container's keys
-MAX_WIDTH = 256  # the most entries of a container that count one by one
+PARTS = object()  # the first item of the entry of a tuple whose values are not all plain
+Place = tuple[str, Hashable]  # the name of a holder, and a key in it
+ALL = object()  # in a place, all keys of a container
+CLASS = "__class__"  # in a place, the key of an object's class
 MAX_DEPTH = 8  # the deepest nesting of tuples
 HEAP_TYPE = 1 << 9  # a flag of classes that Python made at run time, not C
 _MAX_BYTES = 4096  # of the largest array whose values count; a call compares one in about a microsecond
@@ -174,6 +178,22 @@ def _array_key(base: Any, value: Any) -> Hashable | None:
     return class_key(type(value)), dtype, base.shape.__get__(value), base.tobytes(value)
 
 
+def is_of_tensor(entry: Any) -> bool:
+    """True for an entry of a tensor, or of a tuple of tensors."""
+    if type(entry) is tuple and len(entry) == 3 and entry[0] is PARTS:
+        return bool(entry[2]) and all(map(is_of_tensor, entry[2]))
+    if type(entry) is tuple and len(entry) == 2 and issubclass(type(entry[0]), type):
+        return issubclass(entry[0], Tensor)
+    return entry in (class_key(Tensor), class_key(nn.Parameter))
+
+
+def has_object(entry: Hashable) -> bool:
+    """True if the entry of a value contains an object, which may lead to more values."""
+    if type(entry) is tuple and entry and entry[0] is PARTS:
+        return any(map(has_object, entry[2]))
+    return type(entry) is SameObject
+
+
 def shown_entry(entry: Hashable) -> str:
     """Format a key that `value_key` made, for messages."""
     if not isinstance(entry, tuple):
@@ -185,7 +205,7 @@ def shown_entry(entry: Hashable) -> str:
     return text if len(text) <= 40 else f"{text[:37]}..."
 
 
-def place_name(place: tuple[str, Hashable]) -> str:
+def place_name(place: Place) -> str:
     """Return the name of a place, for messages."""
     holder, key = place
     return dotted(holder, key[1] if type(key) is tuple else key)  # a key of a dict has its class beside it

@@ -13,10 +13,21 @@ from torch.amp import GradScaler
 
 from simplegraph.base.nested import ATOMS
 from simplegraph.base.objects import own_dict
-from simplegraph.base.walk import DICTS, Policy, Walk, held_by, holder_of, is_library, items_of, kind_of, shown
+from simplegraph.base.walk import (
+    DICTS,
+    MAX_WIDTH,
+    Policy,
+    Walk,
+    held_by,
+    holder_of,
+    is_library,
+    items_of,
+    kind_of,
+    shown,
+)
 from simplegraph.guard.code_below import functions_in
 from simplegraph.guard.functions import Attributes, CodePlace, Items
-from simplegraph.guard.values import MAX_WIDTH, SameObject, is_small_array
+from simplegraph.guard.values import SameObject, is_small_array
 from simplegraph.guard.versions import dict_version
 
 MAX_HELD = 2_000  # containers and objects that one optimizer may lead to
