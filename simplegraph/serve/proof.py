@@ -17,7 +17,7 @@ from simplegraph.call.external_memory import MemoryInUse, Undo, drawn_generators
 from simplegraph.call.plan import Plan
 from simplegraph.device.protocol import CAPTURE_LOCK
 from simplegraph.device.saved_state import SavedMemory
-from simplegraph.guard.plain_state import IN_BREAK
+from simplegraph.guard.place_history import IN_BREAK
 from simplegraph.manager.replay_proof import OTHER_OPERATORS, Effects, ReplayProof, by_least_precise, first_difference
 from simplegraph.program.escapes import quoted
 from simplegraph.program.index_checks import IndexChecks

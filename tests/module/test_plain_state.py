@@ -355,7 +355,7 @@ def test_a_value_that_is_new_in_every_call_is_not_remembered_for_ever() -> None:
         model.value = float(step)
         with contextlib.suppress(CannotBind):
             state.now(model)
-    assert max(map(len, state._seen.values())) <= 256
+    assert max(map(len, state._history.new_values._seen.values())) <= 256
 
 
 class Settings:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import simplegraph as sg
 from simplegraph.base.reasons import Reason
 from simplegraph.call.refusals import _LONGEST_REST, _SURE
-from simplegraph.guard.plain_state import PlainState
+from simplegraph.guard.plain_state import HolderReader
 
 
 class Counting(nn.Module):
@@ -42,8 +42,8 @@ def refused(device: torch.device, calls: int) -> tuple[Counting, nn.Module, Tens
 def test_looks_become_rare(device: torch.device, no_grad: None, monkeypatch: pytest.MonkeyPatch) -> None:
     plain, wrapped, x = refused(device, _SURE + 200)
     looks = []
-    look = PlainState._look
-    monkeypatch.setattr(PlainState, "_look", lambda state, module: looks.append(1) or look(state, module))
+    look = HolderReader.look
+    monkeypatch.setattr(HolderReader, "look", lambda reader, module: looks.append(1) or look(reader, module))
     for _ in range(2 * (_LONGEST_REST + 1)):
         torch.testing.assert_close(wrapped(x), plain.linear(x), rtol=0, atol=0)
     assert len(looks) <= 12
@@ -169,8 +169,8 @@ def test_calls_that_are_refused_before_they_are_read_rest_too_while_graphs_serve
     wrapped = sg.wrap(plain, capture_sizes=[2, 4], progress=False)
     small, refused = torch.randn(2, 4, device=device), torch.randn(rows, 4, device=device)
     looks = []
-    look = PlainState._look
-    monkeypatch.setattr(PlainState, "_look", lambda state, module: looks.append(1) or look(state, module))
+    look = HolderReader.look
+    monkeypatch.setattr(HolderReader, "look", lambda reader, module: looks.append(1) or look(reader, module))
     replays = 0
     for scale in (1.0, 2.0, 1.0):
         with torch.no_grad():

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import simplegraph as sg
 from simplegraph.device.select import graph_device
-from simplegraph.guard.plain_state import PlainState
+from simplegraph.guard.place_history import PlaceHistory
 from simplegraph.serve.runner import GraphRunner
 
 pytestmark = pytest.mark.usefixtures("no_grad")
@@ -100,16 +100,16 @@ def test_a_number_that_is_set_once_during_a_capture_costs_one_capture(
 
 def test_another_thread_may_reset_graphs_at_any_time(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     model: Any = sg.wrap(Scaled().to(device).eval(), capture_sizes=[4], progress=False)
-    why, threads = PlainState._why, list[threading.Thread]()
+    why, threads = PlaceHistory.why_restless, list[threading.Thread]()
 
-    def resetting(state: PlainState, place: Any) -> str:
+    def resetting(history: PlaceHistory) -> str:
         if not threads:
             threads.append(threading.Thread(target=model.reset_graphs))
             threads[0].start()
             threads[0].join(0.2)
-        return why(state, place)
+        return why(history)
 
-    monkeypatch.setattr(PlainState, "_why", resetting)
+    monkeypatch.setattr(PlaceHistory, "why_restless", resetting)
     for number in range(20):
         model.scale = float(number)
         x = torch.randn(4, WIDTH, device=device)

@@ -962,8 +962,8 @@ MUTANTS = [
     Mutant(
         "the key stays, whatever a dict that moved holds",
         "guard/plain_state.py",
-        "is_key = is_same or (key is not None and all(_is_part(key, holder, left_out) for holder in moved))",
-        "is_key = key is not None",
+        "is_key = is_same or self._keys.has_values(comparison.key, moved)",
+        "is_key = True",
         ("tests/module/test_plain_state.py",),
     ),
     Mutant(
@@ -989,8 +989,8 @@ MUTANTS = [
     ),
     Mutant(
         "a list that runs add to is left out of the key, whatever code reads of it",
-        "guard/plain_state.py",
-        "is_named_list = name in self._lists and above not in self._containers",
+        "guard/places.py",
+        "is_named_list = self.kinds.get(name, _UNKNOWN).is_list and not is_in_container",
         "is_named_list = False",
         ("tests/module/test_plain_state.py",),
     ),
@@ -1003,7 +1003,7 @@ MUTANTS = [
     ),
     Mutant(
         "a container that was left out of the key and is empty now has the key that it had",
-        "guard/plain_state.py",
+        "guard/key_table.py",
         "self._keys.clear()",
         "pass",
         ("tests/module/test_plain_state.py",),
@@ -1018,8 +1018,8 @@ MUTANTS = [
     Mutant(
         "what other code sets during a rest counts as changed by runs",
         "guard/plain_state.py",
-        "(own if self._is_effect(place) and place[0] not in by_others else others)[place] = values",
-        "own[place] = values",
+        "is_own = self._history.is_effect(place) and place[0] not in by_others",
+        "is_own = True",
         ("tests/module/test_rests.py",),
     ),
     Mutant(
@@ -1851,16 +1851,16 @@ MUTANTS = [
     ),
     Mutant(
         "graphs go on though an eager break of a replay set what the forward reads",
-        "guard/plain_state.py",
-        "        self._rest_after_breaks(changed)\n        for place",
+        "guard/place_history.py",
+        "        self.breaks.rest(changed, call)\n        for place",
         "        for place",
         ("tests/graph/breaks/test_side_effects.py",),
     ),
     Mutant(
         "graphs are captured without proofs though an eager break sets what the forward reads",
-        "guard/plain_state.py",
-        "        if not self._proves and self._code is not None",
-        "        if False and self._code is not None",
+        "guard/place_history.py",
+        "        if not self._proves and self._places.code is not None",
+        "        if False and self._places.code is not None",
         ("tests/graph/breaks/test_side_effects.py",),
     ),
     Mutant(
@@ -1879,8 +1879,8 @@ MUTANTS = [
     ),
     Mutant(
         "two proofs with one value show that the forward does not read what a break sets",
-        "guard/plain_state.py",
-        "if place in self._counted or before[place] != may_be_read[place]}",
+        "guard/place_history.py",
+        "if place in counted or before[place] != may_be_read[place]}",
         "if True}",
         ("tests/graph/breaks/test_side_effects.py",),
     ),

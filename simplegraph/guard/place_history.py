@@ -1,0 +1,260 @@
+"""Note who changes which places, and so which places count in keys, and which make calls run eagerly."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Hashable, Mapping, Set
+from typing import Any
+
+from simplegraph.guard.places import Changes, Entries, PlacesInCode
+from simplegraph.guard.values import ALL, CLASS, Place, is_of_tensor, place_name, shown_entry
+from simplegraph.program.snapshot import ABSENT
+
+IN_BREAK = "let the break do what depends on it, or rename it if the forward only names something else like it"
+_REMEDY = "pass it as a tensor, keep it in a buffer, or rename it if the code has its name for something else"
+_MAX_SEEN = 256  # values that are remembered of a place
+_NEW_VALUES = 4  # new values within a window of calls after which a place is let go, or calls run eagerly
+_WINDOW = 32  # calls
+_QUIET = 256  # calls without a new value after which a place counts again
+_RESTS = (1, _WINDOW, _QUIET)  # the same after an eager break set the place: for the first time, the second, and later
+
+
+def _shown(place: Place) -> str:
+    return place[0] if place[1] is ALL else place_name(place)
+
+
+class NewValues:
+    """Finds the places that take new values all the time.
+
+    Attributes:
+        let_go: those that no code names, which are left out of keys, and the call of the latest change.
+        restless: those that make calls run eagerly, and the call from which calls without a new value are counted.
+    """
+
+    def __init__(self, places: PlacesInCode) -> None:
+        self._places = places
+        self.let_go: dict[Place, int] = {}
+        self.restless: dict[Place, int] = {}
+        self._seen: dict[Place, set[Hashable]] = {}  # the values that were found in a place
+        self._news: dict[Place, collections.deque[tuple[int, str]]] = {}  # calls that found a new value, and it
+
+    def note(self, place: Place, values: Entries, call: int) -> None:
+        """Note that a call found other values in a place."""
+        before = frozenset((key, change[0]) for key, change in values.items())
+        now = frozenset((key, change[1]) for key, change in values.items())
+        seen = self._seen.setdefault(place, {before})
+        if now in seen:
+            return
+        if len(seen) >= _MAX_SEEN:
+            seen.clear()
+        seen.add(now)
+        if place in self.restless:
+            self.restless[place] = call
+        news = self._news.setdefault(place, collections.deque(maxlen=_NEW_VALUES))
+        news.append((call, shown_entry(next(iter(values.values()))[1])))
+        if len(news) == _NEW_VALUES and news[0][0] > call - _WINDOW:
+            (self.restless if self._places.is_named(place) else self.let_go)[place] = call
+
+    def count_again(self, call: int) -> None:
+        """Count places again that kept their value for long."""
+        for places in (self.let_go, self.restless):
+            for place, since in list(places.items()):
+                if call - since > _QUIET:
+                    del places[place]
+                    self._news.pop(place, None)
+
+    def containers(self) -> frozenset[str]:
+        """Return the names of the containers among these places."""
+        return frozenset(name for name, key in (*self.let_go, *self.restless) if key is ALL)
+
+    def forget(self) -> None:
+        """Let calls have graphs again until new values are found."""
+        self.restless.clear()
+        self._news.clear()
+
+    def shown(self, place: Place) -> str:
+        """List the latest new values in a place, for messages."""
+        return ", ".join(dict.fromkeys(value for _, value in self._news[place]))
+
+
+class BreakChanges:
+    """Makes calls run eagerly if eager breaks set what code in graphs may read: a graph would go on with the old value.
+
+    Args:
+        places: how code uses places.
+        restless: as of `NewValues`; added to.
+        proves: True if graphs are compared with eager, which shows that code in graphs does not read such a place.
+    """
+
+    def __init__(self, places: PlacesInCode, restless: dict[Place, int], *, proves: bool) -> None:
+        self._places, self._restless, self._proves = places, restless, proves
+        self._set_by_run: dict[Place, Entries] = {}  # the changes of the latest run
+        self._set_by_breaks: set[Place] = set()  # places that breaks set, and code in graphs may read
+        self._rests: dict[Place, int] = {}  # how often these have made calls run eagerly, beyond the first time
+        self._harmless: set[Place] = set()  # places that breaks set, and no code in graphs reads
+
+    def __contains__(self, place: Place) -> bool:
+        """True if a break set the place, and so made calls run eagerly."""
+        return place in self._set_by_breaks
+
+    def note_run(self, changed: dict[Place, Entries], call: int) -> None:
+        """Note the changes of a run. If no proof follows, each may be one by a break that code in graphs reads."""
+        self._set_by_run = changed
+        if not self._proves and self._places.code is not None and self._places.code.has_breaks:
+            self.rest(changed, call)
+
+    def rest(self, changed: Mapping[Place, Entries], call: int) -> None:
+        """Let the next calls run eagerly if code in graphs may read one of these places.
+
+        A tensor that a break leaves is found by captures.
+        """
+        for place, values in changed.items():
+            is_opened = place[1] == CLASS and ABSENT in values[CLASS]  # an object got its first attribute, or lost it
+            if is_opened or all(is_of_tensor(now) for _, now in values.values()) or not self._may_be_read(place):
+                continue
+            if place not in self._restless:
+                self._rests[place] = self._rests.get(place, -1) + 1
+            quiet = _RESTS[min(self._rests[place], len(_RESTS) - 1)]
+            self._restless[place] = call - (_QUIET - quiet)
+            self._set_by_breaks.add(place)
+
+    def note_equal(self, before: dict[Place, Any], counted: set[Place]) -> bool:
+        """Note that a replay of a graph equalled the latest run, eager breaks included.
+
+        Code in graphs does not read what breaks set in two such runs that found different values. If a value is part
+        of the key, all runs of a graph find the same one, and code before the breaks may read it.
+
+        Args:
+            before: what runs found in the places that they set, if replays of this graph equalled them; added to here.
+            counted: the places that are part of the key.
+
+        Returns:
+            True if the next run need not be compared as well.
+        """
+        found = {place: {key: was for key, (was, _) in values.items()} for place, values in self._set_by_run.items()}
+        may_be_read = {place: values for place, values in found.items() if self._may_be_read(place)}
+        met = {place for place, values in may_be_read.items() if place in before}
+        self._harmless |= {place for place in met if place in counted or before[place] != may_be_read[place]}
+        before |= {place: values for place, values in may_be_read.items() if place not in met}
+        return may_be_read.keys() <= self._harmless
+
+    def set_by_latest_run(self) -> list[str]:
+        """Name what the latest run set and code in graphs may read."""
+        return [_shown(place) for place in self._set_by_run if self._may_be_read(place)]
+
+    def forget(self) -> None:
+        """Forget what breaks set so far."""
+        self._set_by_breaks.clear()
+        self._rests.clear()
+        self._harmless.clear()
+
+    def _may_be_read(self, place: Place) -> bool:
+        computes = self._places.code is not None and self._places.code.computes_names
+        return place not in self._harmless and (computes or self._places.is_named(place))
+
+
+class PlaceHistory:
+    """Notes who changed which places: runs of the module, other code, or eager breaks of replays.
+
+    A place is an effect of runs, or it counts, or nothing has changed it yet. A container is one place.
+
+    Args:
+        places: how code uses places.
+        leave_out: called with the places that do not count, and those that count again since a run left them unchanged.
+        proves: True if graphs are compared with eager.
+
+    Attributes:
+        effects: places that every run changes, and nothing else. They are left out of keys.
+        counted: places that other code changed as well, or that some run left unchanged. They count from then on.
+        filled: places to which a run only added, by keys that no code names, when it changed them last.
+        own_changes: changes by runs of places that count, which no call has found yet.
+        new_values: the places that take new values all the time.
+        breaks: what eager breaks set.
+    """
+
+    def __init__(
+        self, places: PlacesInCode, leave_out: Callable[[set[Place], Set[Place]], None], *, proves: bool
+    ) -> None:
+        self._places, self._leave_out_of_keys = places, leave_out
+        self._runs = 0  # runs that were observed to their end
+        self.effects: set[Place] = set()
+        self.counted: set[Place] = set()
+        self.filled: set[Place] = set()
+        self.own_changes: Changes = {}
+        self.new_values = NewValues(places)
+        self.breaks = BreakChanges(places, self.new_values.restless, proves=proves)
+
+    def changed_by_others(self, changes: Changes, call: int) -> None:
+        """Note changes by other code; places that take many values are let go, or make calls run eagerly."""
+        let_go = self.new_values.let_go
+        for place, values in self._places.by_place(changes).items():
+            if place in let_go:
+                let_go[place] = call
+                continue
+            self.effects.discard(place)
+            self.counted.add(place)
+            self.new_values.note(place, values, call)
+        self._leave_out()
+
+    def changed_by_run(self, changes: Changes, call: int, *, is_whole: bool) -> None:
+        """Leave out places that every run changed so far; the key stays that of the values before the run.
+
+        Args:
+            changes: the changes of one run.
+            call: the number of the call.
+            is_whole: True if it ran to its end, eager breaks included, so that all other places count from now on.
+        """
+        changed = self._places.by_place(changes)
+        for place, values in changed.items():
+            was_filled = place in self.filled
+            is_filled = self._places.fills(place, values) and (was_filled or place not in self.effects)
+            if place not in self.counted and (is_filled or not self._runs):
+                self.effects.add(place)
+            elif place not in self.effects or was_filled:
+                self.effects.discard(place)
+                self.counted.add(place)
+                self.own_changes |= {(place[0], key): change for key, change in values.items()}
+            (self.filled.add if is_filled else self.filled.discard)(place)
+        self.breaks.note_run(changed, call)
+        unchanged: Set[Place] = frozenset()
+        if is_whole:
+            self._runs += 1
+            unchanged = self.effects - changed.keys() - self.filled
+            self.effects -= unchanged
+            self.counted |= unchanged
+        self._leave_out(unchanged)
+
+    def changed_by_breaks(self, changes: Changes, call: int) -> None:
+        """Leave out places that only eager breaks of a replay change, unless code in graphs may read them.
+
+        The key stays that of the values before.
+        """
+        counted: Changes = {}
+        changed = self._places.by_place(changes)
+        self.breaks.rest(changed, call)
+        for place, values in changed.items():
+            if place in self.counted or (place not in self.effects and self._places.is_named(place)):
+                counted |= {(place[0], key): change for key, change in values.items()}
+            else:
+                self.effects.add(place)
+        self.changed_by_others(counted, call)
+
+    def count_again(self, call: int) -> None:
+        """Count places again that kept their value for long."""
+        self.new_values.count_again(call)
+        self._leave_out()
+
+    def is_effect(self, place: Place) -> bool:
+        """True if every run changes a place, or the container that it is in."""
+        return not self.effects.isdisjoint((place, (place[0], ALL)))
+
+    def why_restless(self) -> str:
+        """Return why calls run eagerly: the place that makes them, and a remedy."""
+        place = next(iter(self.new_values.restless))
+        if place in self.breaks:
+            return f"{_shown(place)}, which an eager break set and the forward may read: {IN_BREAK}"
+        return f"{_shown(place)} takes new values all the time ({self.new_values.shown(place)}): {_REMEDY}"
+
+    def _leave_out(self, counted_anew: Set[Place] = frozenset()) -> None:
+        """Leave the places that do not count out of keys."""
+        self._leave_out_of_keys({*self.effects, *self.new_values.let_go}, counted_anew)
