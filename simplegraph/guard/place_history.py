@@ -112,7 +112,7 @@ class BreakChanges:
             is_opened = place[1] == CLASS and ABSENT in values[CLASS]  # an object got its first attribute, or lost it
             if is_opened or all(is_of_tensor(now) for _, now in values.values()) or not self._may_be_read(place):
                 continue
-            if place not in self._restless:
+            if place not in self._restless or place not in self._rests:  # new values alone may make calls run eagerly
                 self._rests[place] = self._rests.get(place, -1) + 1
             quiet = _RESTS[min(self._rests[place], len(_RESTS) - 1)]
             self._restless[place] = call - (_QUIET - quiet)

@@ -553,6 +553,29 @@ def test_calls_run_eagerly_once_a_break_set_what_the_forward_reads(
     assert "which an eager break set and the forward may read: let the break do what depends on it" in caplog.text
 
 
+class Limited(nn.Module):
+    """Reads a number that other code sets, and its break sets as well for some data."""
+
+    scale = 1.0
+
+    @sg.eager_break
+    def limit(self, x: Tensor) -> Tensor:
+        if x.amax() > 50:
+            self.scale = 0.5
+        return x.clone()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.limit(x + 1) * self.scale
+
+
+def test_a_break_may_set_a_number_whose_new_values_already_made_calls_run_eagerly(device: torch.device) -> None:
+    model = piecewise(Limited(), device, capture_sizes=[4], verify=0)
+    for call in range(20):
+        sg.unwrap(model).scale = 3.0 * call
+        x = torch.full((4, 4), 100.0 * (call == 12), device=device)
+        assert torch.equal(model(x), (x + 1) * (0.5 if call == 12 else 3.0 * call)), call
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_a_number_that_a_break_sets_in_each_call_is_never_stale(device: torch.device, way: str) -> None:
     for verify, is_before in itertools.product((0, 1), (False, True)):
