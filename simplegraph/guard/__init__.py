@@ -9,7 +9,8 @@ guards          the tensors and objects that graphs read
 reading         `Reading` and `Comparison`: the check at every call
 links           the order in which a reading reads attributes and slots
 versions        the versions of dicts, which say when to read a dict again
-plain_state     the plain values that a call reads through Python, as a part of its key: reading them, and the protocol
+plain_state     the plain values that a call reads through Python, as a part of its key
+holder_reader   finds what holds these values, and reads what moved
 key_table       the keys of these values, and the places that are left out of them
 place_history   who changes which place, and so which places count, and which make calls run eagerly
 places          how the code below a call uses a place

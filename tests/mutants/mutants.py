@@ -961,7 +961,7 @@ MUTANTS = [
     ),
     Mutant(
         "the key stays, whatever a dict that moved holds",
-        "guard/plain_state.py",
+        "guard/holder_reader.py",
         "is_key = is_same or self._keys.has_values(comparison.key, moved)",
         "is_key = True",
         ("tests/module/test_plain_state.py",),
