@@ -208,9 +208,20 @@ class CallReader:
         names = itertools.chain(self._positional, extra_names)
         return [*zip(names, positional.children), *zip(keyword.keys, keyword.children)]  # noqa: B905
 
-    def _in_one_order(self, spec: TreeSpec) -> list[tuple[str, TreeSpec]]:
+    def _in_one_order(self, spec: TreeSpec, left_out: set[str]) -> list[tuple[str, TreeSpec]]:
         """Return the same in the order of parameters; the order of other keywords stays, since a forward can see it."""
-        return sorted(self._arguments(spec), key=lambda pair: self._places.get(pair[0], len(self._places)))
+        named = (pair for pair in self._arguments(spec) if pair[0] not in left_out)
+        return sorted(named, key=lambda pair: self._places.get(pair[0], len(self._places)))
+
+    def _left_out(self, leaves: Sequence[Any], names: Sequence[str]) -> set[str]:
+        """Return the names of arguments that have their defaults: calls that leave them out are the same calls."""
+        left_out = set()
+        for leaf, name in zip(leaves, names, strict=True):
+            if name in self._defaults and _compares_by_value(leaf):  # no tensor: the forward may write to one
+                constant = ConstantArg(name, type(leaf), constant_key(leaf), leaf)
+                if constant.holds(self._defaults[name]):
+                    left_out.add(name)
+        return left_out
 
     def read(
         self,
@@ -265,7 +276,9 @@ class CallReader:
                 if index != anchor:
                     dim = self._batch_dim(name, leaf, batch, shapes.get(name, {}), leads=leads[index])
             args.append(self._tensor(name, leaf, dim, device if index in hosted else None, alias))
-        return batch, args, self._signature(args, spec, context)
+        left_out = self._left_out(leaves, names)
+        kept = sorted((arg for arg in args if arg.name not in left_out), key=operator.attrgetter("name"))
+        return batch, args, Signature(tuple(kept), tuple(self._in_one_order(spec, left_out)), context)
 
     def _is_compared_by_value(self, name: str, tensor: Tensor, *, beside: bool) -> bool:
         """True if a CPU tensor is compared by value; False if it gets a static input on the graph's device.
@@ -358,10 +371,12 @@ class CallReader:
 
     def _form(self, leaves: Sequence[Any], names: Sequence[str], spec: TreeSpec) -> Hashable:
         """Describe a call without its shapes."""
+        left_out = self._left_out(leaves, names)
         kinds: list[Hashable] = []
         for leaf, name in zip(leaves, names, strict=True):
-            kinds.append((name, leaf.dtype, leaf.dim()) if issubclass(type(leaf), Tensor) else (name, type(leaf)))
-        return tuple(self._in_one_order(spec)), frozenset(kinds)
+            if name not in left_out:
+                kinds.append((name, leaf.dtype, leaf.dim()) if issubclass(type(leaf), Tensor) else (name, type(leaf)))
+        return tuple(self._in_one_order(spec, left_out)), frozenset(kinds)
 
     def confirmed(self, batch: int, leaves: Sequence[Any], names: Sequence[str], spec: TreeSpec) -> bool:
         """True if each batch dimension of a call is declared, or known from two batch sizes."""
@@ -456,14 +471,6 @@ class CallReader:
                 hint = "graph_generation serves generate(); in a loop of your own, let the module keep a StaticCache"
             raise CannotBind(Reason.OPAQUE_ARGUMENT, f"{name} is a {kind.__name__}; {hint}")
         return ConstantArg(name, kind, constant_key(value), value)
-
-    def _signature(self, args: list[Arg], spec: TreeSpec, context: tuple[Any, ...]) -> Signature:
-        defaults = self._defaults
-        constants = [arg for arg in args if type(arg) is ConstantArg]  # a default on the CPU may be written to
-        left_out = {arg.name for arg in constants if arg.name in defaults and arg.holds(defaults[arg.name])}
-        kept = sorted((arg for arg in args if arg.name not in left_out), key=operator.attrgetter("name"))
-        named = (pair for pair in self._in_one_order(spec) if pair[0] not in left_out)
-        return Signature(tuple(kept), tuple(named), context)
 
 
 def device_of(leaves: Sequence[Any], default: torch.device | None = None) -> torch.device:

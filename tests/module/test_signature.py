@@ -251,3 +251,36 @@ def test_what_calls_tell_of_batch_dimensions_holds_for_arguments_in_any_order(de
         close(model(**{name: given[name] for name in order}), torch.einsum("nw,nvw->nv", x, matrix))
     assert model.graph_stats.captures == 2
     assert Reason.AMBIGUOUS_BATCH_DIM not in model.graph_stats.eager
+
+
+class Masked(nn.Module):
+    """A second tensor that may be left out, and an option of plain values."""
+
+    def forward(self, x, mask=None, scale=1.0):
+        return (x if mask is None else x * mask) * scale
+
+
+@pytest.mark.parametrize("capture", ["lazy", "upfront"])
+@pytest.mark.parametrize(
+    ("args", "kwargs"),
+    [((None,), {}), ((None, 1.0), {}), ((), {"mask": None}), ((), {"scale": 1.0}), ((), {"scale": 1.0, "mask": None})],
+    ids=str,
+)
+def test_passing_a_default_is_the_same_as_leaving_it_out(device, capture, args, kwargs):
+    """A padded call is replayed at once: its batch dimensions are known, and no further graph is captured."""
+    model = sg.wrap(Masked().eval(), capture_sizes=[1, 2, 4], capture=capture, progress=False)
+    model.capture_graphs(rows(4, device))
+    for number in (3, 3, 1, 2):
+        x = rows(number, device)
+        assert torch.equal(model(x, *args, **kwargs), x)
+    assert reasons(model) == {}
+    assert (model.graph_stats.replays, model.graph_stats.captures) == (4, 3)
+
+
+def test_a_form_of_call_that_was_not_captured_up_front_says_so(device):
+    model = sg.wrap(Masked().eval(), capture_sizes=[1, 2, 4], capture="upfront", progress=False)
+    model.capture_graphs(rows(4, device))
+    for _ in range(2):
+        model(rows(3, device), torch.ones(3, 1, device=device))
+        model(rows(3, device), None, 2.0)
+    assert reasons(model) == {"not_captured_upfront": 4}
