@@ -138,7 +138,7 @@ class CudaGraphConfig:
         training: True captures calls under grad mode, too, as a forward and a backward graph of exactly their shapes.
         debug: True checks every captured input's address at every replay, and names those that moved; with a
             `RankGroup` it checks that all ranks replay the same graph.
-        progress: True shows a progress bar while capturing several sizes.
+        progress: True shows a progress bar while capturing several sizes, if stderr is a terminal.
 
     Every field with a plain value can be set from the environment as ``SIMPLEGRAPH_<FIELD>``; see `from_env`.
 

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import logging
 import os
+import sys
 import time
 from collections.abc import Container, Sequence
 from typing import Any
@@ -347,8 +348,13 @@ class GraphCapture:
 
 
 def capture_bar(total: int, device: GraphDevice, *, show: bool) -> Any:
-    """Make the progress bar of captures; a null context for a single capture, on ranks above 0, and if it is hidden."""
+    """Make the progress bar of captures; a null context for a single capture, on ranks above 0, and if it is hidden.
+
+    It is also hidden if stderr is no terminal: logs would hold a line for each of its updates.
+    """
     # Even for a hidden bar, tqdm makes a lock that processes share, and that killed processes leave behind.
     if total < 2 or not show or os.environ.get("RANK", "") not in ("", "0"):
+        return contextlib.nullcontext()
+    if sys.stderr is None or not sys.stderr.isatty():
         return contextlib.nullcontext()
     return tqdm(total=total, desc=f"Capturing CUDA graphs{' (emulated)' * device.emulated}", unit="graph")

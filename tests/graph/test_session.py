@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import sys
 import threading
 import weakref
 from collections.abc import Iterator
@@ -318,6 +319,7 @@ def test_only_the_first_rank_shows_progress(
     monkeypatch.delenv("RANK", raising=False)
     if rank is not None:
         monkeypatch.setenv("RANK", rank)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     model = sg.wrap(nn.Linear(4, 4).to(graphs.torch_device).eval(), capture_sizes=SIZES)
     model.capture_graphs(torch.zeros(3, 4, device=graphs.torch_device))
     bar = capsys.readouterr().err
@@ -329,8 +331,9 @@ def test_only_the_first_rank_shows_progress(
 
 
 def test_progress_can_be_switched_off_and_lazy_captures_have_none(
-    graphs: GraphDevice, capsys: pytest.CaptureFixture[str]
+    graphs: GraphDevice, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     x = torch.zeros(4, 4, device=graphs.torch_device)
     module = nn.Linear(4, 4).to(graphs.torch_device).eval()
     sg.wrap(module, capture_sizes=SIZES, progress=False).capture_graphs(x)
@@ -341,9 +344,21 @@ def test_progress_can_be_switched_off_and_lazy_captures_have_none(
     assert capsys.readouterr().err == ""
 
 
-def test_the_bar_is_closed_when_a_capture_is_interrupted(
-    graphs: GraphDevice, capsys: pytest.CaptureFixture[str]
+def test_no_bar_is_written_to_a_log(
+    graphs: GraphDevice, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    module, x = nn.Linear(4, 4).to(graphs.torch_device).eval(), torch.zeros(4, 4, device=graphs.torch_device)
+    for stream in (sys.stderr, None):  # a file or a pipe, or no stream at all, as in a program without a console
+        monkeypatch.setattr(sys, "stderr", stream)
+        model = sg.wrap(module, capture_sizes=SIZES)
+        assert model.capture_graphs(x).captured == 4
+    assert capsys.readouterr().err == ""
+
+
+def test_the_bar_is_closed_when_a_capture_is_interrupted(
+    graphs: GraphDevice, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     with pytest.raises(KeyboardInterrupt), capture_bar(3, graphs, show=True):
         raise KeyboardInterrupt
     assert capsys.readouterr().err.endswith("\n")
@@ -385,8 +400,9 @@ class ReadsBack(nn.Module):
 
 
 def test_the_bar_counts_what_was_captured_and_says_where(
-    graphs: GraphDevice, capsys: pytest.CaptureFixture[str]
+    graphs: GraphDevice, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     model = sg.wrap(ReadsBack().to(graphs.torch_device).eval(), capture_sizes=SIZES)
     model.capture_graphs(torch.ones(4, 4, device=graphs.torch_device))
     bar = capsys.readouterr().err

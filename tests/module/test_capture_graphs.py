@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 from run_log import run_log
@@ -263,7 +265,8 @@ def test_capture_graphs_without_tensors_says_why(device):
 
 
 @pytest.mark.parametrize("progress", [True, False])
-def test_the_progress_bar_shows_only_where_it_is_wanted(device, capsys, progress):
+def test_the_progress_bar_shows_only_where_it_is_wanted(device, capsys, progress, monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     model = wrapped_mlp(device, progress=progress)
     model.capture_graphs(rows(4, device))
     shown = capsys.readouterr()
