@@ -196,13 +196,24 @@ def has_object(entry: Hashable) -> bool:
 
 def shown_entry(entry: Hashable) -> str:
     """Format a key that `value_key` made, for messages."""
-    if not isinstance(entry, tuple):
+    if not isinstance(entry, tuple) or not entry:
         return "nothing" if type(entry) is object else repr(entry)
     try:
-        text = entry[-1] if entry[0] in (float, complex) else repr(entry[-1])
+        text = _shown_value(entry)
     except ValueError:  # Python refuses to write very long numbers
         return "a long number"
     return text if len(text) <= 40 else f"{text[:37]}..."
+
+
+def _shown_value(entry: tuple[Any, ...]) -> str:
+    kind, value = entry[0], entry[-1]
+    if kind in (float, complex):
+        return str(value)
+    if len(entry) == 2 and type(value) in (tuple, frozenset):
+        items = map(shown_entry, value)
+        return f"({', '.join(items if type(value) is tuple else sorted(items))})"
+    is_enum = len(entry) == 3 and type(entry[1]) is str and type(value) is tuple
+    return str(entry[1]) if is_enum else repr(value)
 
 
 def place_name(place: Place) -> str:
@@ -239,6 +250,12 @@ class PlainValues:
         }
         more = f" and {len(changed) - _MOST_NAMES} more" if len(changed) > _MOST_NAMES else ""
         return f"{', '.join(sorted(changed)[:_MOST_NAMES]) or 'an object'}{more} changed"
+
+    def described(self) -> dict[str, str]:
+        """Describe all values as texts, by the names of their places."""
+        entries = ((name, *entry) for name, part in self.parts.items() for entry in part)
+        texts = ((place_name((name, key)), shown_entry(value)) for name, key, value in entries if key is not ORDER)
+        return dict(sorted(texts))
 
     def __repr__(self) -> str:
         return "plain values"

@@ -93,6 +93,13 @@ def where_failed(error: CaptureError) -> str:
     return f"{where}: {error.cause}" if error.location is None and error.cause else where
 
 
+class Described(Protocol):
+    """Values that a graph was captured for."""
+
+    def described(self) -> Mapping[str, str]:
+        """Describe all values as texts, by name."""
+
+
 @dataclasses.dataclass(slots=True)
 class GraphCounters:
     """The counters of one captured graph: its description, its cost, and its replays.
@@ -107,6 +114,7 @@ class GraphCounters:
         proof: the kinds of calls that equalled eager in a comparison, "exact" and "padded", or why it is "unverified";
             proof_seconds: the time of the comparisons, eager runs included.
         inputs: the arguments that it was captured for, by name, as text: dtype and shape, or value.
+        values: the Python values that it was captured for; None if none count.
         inventory: the memory and kernels that it touches, if the driver was asked; else None.
         costs: its steps and their times; see `StepCost`.
         paddings: the number of replays by the number of padding rows, up to the largest number so far.
@@ -125,6 +133,7 @@ class GraphCounters:
     inputs: Mapping[str, str] = dataclasses.field(default_factory=dict)
     costs: Callable[[], Sequence[Any]] = dataclasses.field(default=tuple, repr=False)
     inventory: Inventory | None = None
+    values: Described | None = dataclasses.field(default=None, repr=False)
     paddings: list[int] = dataclasses.field(default_factory=list, init=False)
 
     @property
@@ -330,6 +339,7 @@ _TOTALS = (
 _COLUMNS = ("mode", "size", "segments", "breaks", "nodes", "capture ms", "MiB", "replays", "padded", "proven")
 _OF_SIZES = {"size", "padded"}  # columns that are left out if shapes are exact
 _MOST_SHOWN = 12  # the most batch sizes in one line
+_MOST_OF_VALUES = 60  # the most characters for the Python values of a graph
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -464,7 +474,7 @@ def _row(graph: GraphCounters) -> tuple[str, ...]:
 def _as_dict(graph: GraphCounters) -> dict[str, Any]:
     """Return a graph's counters as plain values; `steps` only if there are several."""
     fields = {field.name: getattr(graph, field.name) for field in dataclasses.fields(graph)}
-    costs, _, inventory = fields.pop("costs"), fields.pop("paddings"), fields.pop("inventory")
+    costs, inventory, *_ = (fields.pop(name) for name in ("costs", "inventory", "paddings", "values"))
     fields |= {"inventory": None if inventory is None else inventory.to_dict(), "inputs": dict(graph.inputs)}
     fields |= {"replays": graph.replays, "padded_tokens": graph.padded_tokens}
     return fields | ({"steps": [dataclasses.asdict(cost) for cost in costs()]} if graph.breaks else {})
@@ -490,11 +500,20 @@ def _mib(count: int) -> str:
 
 
 def inputs_column(graphs: Sequence[GraphCounters]) -> list[str]:
-    """Return another column of the table: the inputs in which graphs differ; empty strings if no input differs."""
-    names = dict.fromkeys(name for graph in graphs for name in graph.inputs)
-    differing = [name for name in names if len({graph.inputs.get(name) for graph in graphs}) > 1]
-    rows = [", ".join(f"{name} {graph.inputs[name]}" for name in differing if name in graph.inputs) for graph in graphs]
-    return ["inputs", *rows] if differing else [""] * (len(graphs) + 1)
+    """Return another column of the table: inputs and Python values in which graphs differ; empty strings if none do."""
+    described = {graph.values: graph.values.described() for graph in graphs if graph.values is not None}
+    inputs = _differing([graph.inputs for graph in graphs])
+    values = _differing([{} if graph.values is None else described[graph.values] for graph in graphs])
+    values = [text if len(text) <= _MOST_OF_VALUES else f"{text[: _MOST_OF_VALUES - 3]}..." for text in values]
+    title = " and ".join(name for name, column in (("inputs", inputs), ("values", values)) if any(column))
+    return [title, *(", ".join(filter(None, texts)) for texts in zip(inputs, values, strict=True))]
+
+
+def _differing(rows: Sequence[Mapping[str, str]]) -> list[str]:
+    """Format the items of each row in which rows differ."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    differing = [name for name in names if len({row.get(name) for row in rows}) > 1]
+    return [", ".join(f"{name} {row[name]}" for name in differing if name in row) for row in rows]
 
 
 def _table(rows: Sequence[tuple[str, ...]], last: Sequence[str]) -> list[str]:

@@ -22,7 +22,15 @@ from simplegraph.batch.sizes import BatchDescriptor
 from simplegraph.device.protocol import GraphDevice, GraphPool, MemorySpan
 from simplegraph.distributed.ranks import SingleRank
 from simplegraph.manager.lifecycle import CapturedGraph, Event, SizeRecord
-from simplegraph.manager.stats import GraphCounters, GraphStats, joined_labels, merged_failures, origin, where_failed
+from simplegraph.manager.stats import (
+    Described,
+    GraphCounters,
+    GraphStats,
+    joined_labels,
+    merged_failures,
+    origin,
+    where_failed,
+)
 from simplegraph.program.breaks.break_calls import BreakTrace, ResultChanged
 from simplegraph.program.probes import Probe
 from simplegraph.program.program import Program
@@ -48,6 +56,7 @@ class CaptureJob:
         run: runs the forward on static inputs.
         generators: random generators that the forward draws from, beside the default one.
         inputs: the arguments that it is captured for, by name, as text for the report.
+        values: the Python values that it is captured for; None if none count.
         exact: True if it has no batch dimension, so that labels name the inputs instead.
         name: returns the name of a tensor that the forward reads, for messages; None if it has none.
         tensors: distinguishes the module's tensors from data; None if no value of a tensor may be a constant.
@@ -74,6 +83,7 @@ class CaptureJob:
     arguments: HostArguments | None = dataclasses.field(default=None, compare=False)
     record: SizeRecord = dataclasses.field(default_factory=SizeRecord, compare=False)
     trains: bool = False
+    values: Described | None = dataclasses.field(default=None, compare=False)
 
     @property
     def rows(self) -> int:
@@ -234,7 +244,7 @@ class ProgramTable:
         identity = job.label, kind, job.descriptor.num_tokens
         parts = len(nodes), len(program.breaks), total
         counters = GraphCounters(
-            *identity, program.seconds, program.bytes, *parts, inputs=job.inputs, costs=program.costs
+            *identity, program.seconds, program.bytes, *parts, inputs=job.inputs, costs=program.costs, values=job.values
         )
         if job.key in self.records:
             self._forget_failure(job)

@@ -348,6 +348,7 @@ class GraphBuilder(ObservedRuns):
                 arguments=arguments,
                 record=call.binding.size((call.binding.signature, *kind)),
                 trains=trains,
+                values=call.layout.values,
             )
             for kind in todo
         ]

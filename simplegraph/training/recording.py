@@ -319,6 +319,7 @@ class Recording:
                 arguments=self._host_arguments,
                 record=call.binding.size((*key, part)),
                 trains=True,
+                values=call.layout.values,
             )
             for part, run in runs.items()
         ]

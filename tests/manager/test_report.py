@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import enum
 import gc
+import itertools
 import json
 import logging
 import os
@@ -183,6 +185,72 @@ def test_rows_of_one_size_are_told_apart_by_what_differs_between_their_inputs(de
     ]
     inputs = [graph["inputs"] for graph in model.graph_report().to_dict()["graphs"]]
     assert {"x": "float32[n, 6]", "scale": "2.5"} in inputs
+
+
+class Sky(enum.Enum):
+    CLEAR = 1
+    CLOUDY = 2
+
+
+class Tempered(nn.Module):
+    """Reads plain values of several kinds: each value has a graph of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.temperature, self.window, self.options = 0.5, (1, 2), {"scale": 1}
+        self.sky, self.label = Sky.CLEAR, "a" * 30
+
+    def forward(self, x):
+        y = self.linear(x) / self.temperature * self.options["scale"]
+        return y + len(self.label) + self.window[0] + self.sky.value
+
+
+def told_apart(model):
+    """The last column of the report: its title, and its rows in order."""
+    lines = str(model.graph_report()).splitlines()
+    start = lines[1].index("proven") + len("proven")
+    rows = itertools.takewhile(lambda line: line.startswith("  FULL"), lines[2:])
+    return lines[1][start:].strip(), sorted(row[start:].strip() for row in rows)
+
+
+def test_rows_of_one_size_are_told_apart_by_python_values(device):
+    model = sg.wrap(Tempered().to(device).eval(), capture_sizes=[2, 4], progress=False)
+    x = torch.randn(4, WIDTH, device=device)
+    with torch.no_grad():
+        model.capture_graphs(x)
+        assert told_apart(model) == ("", ["", ""])
+        model.temperature = 1.0
+        model.capture_graphs(x)
+        assert told_apart(model) == ("values", ["temperature 0.5"] * 2 + ["temperature 1.0"] * 2)
+        model.options["scale"] = 3
+        model.sky = Sky.CLOUDY
+        model.capture_graphs(x)
+        assert told_apart(model)[1][::2] == [
+            "options.scale 1, sky CLEAR, temperature 0.5",
+            "options.scale 1, sky CLEAR, temperature 1.0",
+            "options.scale 3, sky CLOUDY, temperature 1.0",
+        ]
+        model.reset_graphs()
+        model.capture_graphs(x)
+        model.window = (1, ("a", 7.5))
+        model.capture_graphs(x)
+    assert told_apart(model)[1][::2] == ["window (1, ('a', 7.5))", "window (1, 2)"]
+
+
+def test_python_values_in_the_report_are_short_and_stand_after_the_inputs(device):
+    model = sg.wrap(Tempered().to(device).eval(), capture_sizes=[4], progress=False)
+    x = torch.randn(4, WIDTH, device=device)
+    with torch.no_grad():
+        model.capture_graphs(x)
+        model.label, model.window, model.temperature = "b" * 30, (1, 7), 0.25
+        model.capture_graphs(x)
+        model.capture_graphs(x.T.contiguous().T)
+    title, rows = told_apart(model)
+    assert title == "inputs and values"
+    values = [row.partition("label")[2] for row in rows]
+    assert set(map(len, values)) == {60 - len("label")}
+    assert all(row.endswith("...") for row in rows)
 
 
 def test_failures_of_one_size_for_different_inputs_are_all_reported_until_they_are_gone(device):
