@@ -15,6 +15,7 @@ class TestReason:
             assert reason.text
             assert "\n" not in reason.text
             assert len(reason.text) <= 120
+            assert ": " not in reason.text  # messages put the reason's name and a colon before it
             assert set(reason.value) <= set(string.ascii_lowercase + "_")
             assert reason.value == reason.name.lower()
 

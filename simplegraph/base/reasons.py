@@ -23,7 +23,7 @@ class Reason(str, enum.Enum):
     EXACT = "exact", "a graph of exactly this size"
     PADDED = "padded", "padded to the next captured size"
     # Reasons of the dispatcher.
-    SWITCHED_OFF = "switched_off", "graphs are switched off: by mode NONE, SIMPLEGRAPH_MODE=off or simplegraph.eager()"
+    SWITCHED_OFF = "switched_off", "graphs are switched off by mode NONE, SIMPLEGRAPH_MODE=off or simplegraph.eager()"
     BATCH_TOO_LARGE = "batch_too_large", "the batch is larger than any captured size"
     SIZE_NOT_CAPTURED = (
         "size_not_captured",
@@ -37,16 +37,16 @@ class Reason(str, enum.Enum):
     # Capturing.
     FIRST_CALL = (
         "first_call",
-        "one of the first calls with such arguments: it runs eagerly, and shows what the forward reads and writes",
+        "one of the first calls with such arguments, which run eagerly and show what the forward reads and writes",
     )
     WARMUP = "warmup", "a warmup run before the capture"
-    PROOF = "proof", "a call that proves a graph: it runs eagerly, and replays are compared with it"
+    PROOF = "proof", "a call that proves a graph, which runs eagerly and is compared with replays"
     CAPTURE_FAILED = "capture_failed", "an earlier capture of this size, or of these shapes, failed"
     NOT_CAPTURED_UPFRONT = "not_captured_upfront", "such a call was not among those that were captured up front"
     STALE_TOO_OFTEN = "stale_too_often", "what the graphs read keeps moving; keep weights and buffers in place"
     TOO_MANY_SIGNATURES = (
         "too_many_signatures",
-        "more kinds of calls than max_signatures: raise it, pass changing values as tensors, or lengths by length_dims",
+        "more kinds of calls than max_signatures; raise it, pass changing values as tensors, or lengths by length_dims",
     )
     OTHER_RANKS = "other_ranks", "what another rank runs in this step decided the mode or the size"
     # The state around the call.
@@ -63,7 +63,7 @@ class Reason(str, enum.Enum):
     NESTED = "nested", "an outer graph holds this call"
     TRANSFORMED = (
         "transformed",
-        "the call is traced, transformed or observed: vmap, jvp, dual numbers, jit.trace, make_fx, operator modes",
+        "the call is traced, transformed or observed by vmap, jvp, dual numbers, jit.trace, make_fx or operator modes",
     )
     BUSY = "busy", "the stream is being captured by someone else, or another thread generates with these graphs"
     WRONG_DEVICE = "wrong_device", "inputs and module are on different devices; a graph needs all of them on one"
@@ -93,7 +93,7 @@ class Reason(str, enum.Enum):
     PADDING_SHOWS = "padding_shows", "padding rows change the answer; set padding=False, or declare pad_values"
     BATCH_DIM_UNCONFIRMED = (
         "batch_dim_unconfirmed",
-        "one batch size was seen; batch dimensions are a guess: call another, or set batch_dims or exact_shapes=True",
+        "batch dimensions are a guess after one batch size; call another, or set batch_dims or exact_shapes=True",
     )
     OUTPUT_SHAPE_UNKNOWN = "output_shape_unknown", "how the output's shape follows the batch size is not clear"
     PYTHON_STATE = (

@@ -494,16 +494,15 @@ def differences(before: Signature, after: Signature) -> list[str]:
     pairs = [
         (name, args_before.get(name, "absent"), args_after.get(name, "absent")) for name in args_before | args_after
     ]
-    differing = [f"{name}: {one} became {other}" for name, one, other in pairs if one != other]
+    differing = [f"{name} changed from {one} to {other}" for name, one, other in pairs if one != other]
     if before.specs != after.specs and not differing:
-        differing.append("how the arguments nest")
-    kinds = ("autocast", "state", "settings", "default devices", "gradients", "Python values")
+        differing.append("the arguments nest differently")
+    kinds = ("autocast", "the state", "settings", "the default devices", "gradients", "Python values")
     for kind, one, other in zip(kinds, before.context, after.context, strict=True):
         if one != other:
             compares = isinstance(one, (TorchSettings, PlainValues))
-            difference = one.difference(other) if compares else f"{one} became {other}"
-            differing.append(f"{kind}: {difference}")
-    return differing or ["arguments that look alike, by address or rule of padding"]
+            differing.append(one.difference(other) if compares else f"{kind} changed from {one} to {other}")
+    return differing or ["arguments that look alike differ in their addresses or rules of padding"]
 
 
 def prefixes(name: str) -> Iterator[str]:

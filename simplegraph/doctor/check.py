@@ -465,7 +465,7 @@ class ModuleTrial:
                 with IndexChecks():
                     outputs = self._effects(other).outputs
             except Exception as error:
-                return f"it fails with {rows} rows: {type(error).__name__}: {error}"
+                return f"it raises {type(error).__name__} with {rows} rows: {error}"
             if len(outputs) != len(alone):
                 return f"it returns {len(outputs)} values for {rows} rows, and {len(alone)} for {self._rows}"
             for index, pair in enumerate(zip(outputs, alone, strict=True)):

@@ -100,16 +100,16 @@ class TorchSettings:
         return TorchSettings(self.device_type) == self
 
     def difference(self, other: TorchSettings | None = None) -> str:
-        """Describe the settings that differ in `other`, or now: "cudnn_enabled True became False"; empty if none."""
+        """Describe the settings that differ in `other`, or now, as "tf32 changed from True to False"; empty if none."""
         if other is None:
             if self.hold():
                 return ""
             other = TorchSettings(self.device_type)
         if other.device_type != self.device_type:
-            return f"device {self.device_type} became {other.device_type}"
+            return f"the device changed from {self.device_type} to {other.device_type}"
         names = _READ_ON.get(self.device_type, _READ)
         triples = zip(names, self.values, other.values, strict=True)
-        return ", ".join(f"{name} {before} became {now}" for name, before, now in triples if before != now)
+        return ", ".join(f"{name} changed from {before} to {now}" for name, before, now in triples if before != now)
 
 
 def _comparable(value: Any) -> Any:

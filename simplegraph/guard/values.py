@@ -248,8 +248,9 @@ class PlainValues:
             for key, _ in self.parts.get(name, frozenset()) ^ other.parts.get(name, frozenset())
             if key is not ORDER
         }
-        more = f" and {len(changed) - _MOST_NAMES} more" if len(changed) > _MOST_NAMES else ""
-        return f"{', '.join(sorted(changed)[:_MOST_NAMES]) or 'an object'}{more} changed"
+        names = sorted(changed)[:_MOST_NAMES] or ["an object"]
+        names += [f"{len(changed) - _MOST_NAMES} more"] if len(changed) > _MOST_NAMES else []
+        return f"{' and '.join(filter(None, (', '.join(names[:-1]), names[-1])))} changed"
 
     def described(self) -> dict[str, str]:
         """Describe all values as texts, by the names of their places."""

@@ -110,7 +110,7 @@ class GraphBuilder(ObservedRuns):
         """Describe the graph that should have been captured up front for a call."""
         unlike = "" if call.binding.called else self.difference_to_captured(call)
         method = self.manager.stats.capture_method
-        return unlike or f"batch size {call.batch}{f': use {method}' * bool(method)}"
+        return unlike or f"batch size {call.batch}{f'; use {method}' * bool(method)}"
 
     def lacking(self, call: Call) -> Reason | None:
         """Return the reason why a call cannot be padded yet; None if it can."""
@@ -127,7 +127,7 @@ class GraphBuilder(ObservedRuns):
         unlike = self.difference_to_captured(call)
         if call.padding and not call.confirmed(self.reader):
             call = call.at_exact_size()  # the next call of this size is exact, too, unless another size comes first
-        return self.run_as_called(call, Reason.FIRST_CALL, unlike and f"unlike the captured calls: {unlike}")
+        return self.run_as_called(call, Reason.FIRST_CALL, unlike and f"compared with captured calls, {unlike}")
 
     def warm_up(self, call: Call) -> Any:
         """Run a call that is a warmup of its size."""

@@ -188,7 +188,7 @@ class _CallProof:
                 try:
                     eager, mismatch = self._run_part(proof, plan.padded)
                 except Exception as error:
-                    return f"eager fails with {plan.padded} rows: {type(error).__name__}: {error}"
+                    return f"eager raises {type(error).__name__} with {plan.padded} rows: {error}"
                 mismatch = mismatch or proof.differs_beyond_noise(
                     first._replace(inputs=()), eager, again, memory=memory
                 )

@@ -141,7 +141,7 @@ def test_half_of_a_padded_batch_is_compared_in_range(reached: list[str], device:
 def test_check_reads_in_range(reached: list[str], device: torch.device) -> None:
     module = Reads(READS["x[index]"], torch.arange(ROWS, device=device)).to(device).eval()
     report = str(sg.check(module, torch.randn(ROWS, WIDTH, device=device)))
-    assert "it fails with 4 rows: IndexError" in report
+    assert "it raises IndexError with 4 rows: " in report
     assert reached == []
 
 

@@ -1261,7 +1261,7 @@ def test_padded_rows_that_eager_cannot_run_are_named_as_eagers(device, caplog):
         x = rows(3, device)
         assert torch.equal(model(x), x * 2)
     assert model.graph_stats.replays == 0
-    assert "eager fails with 4 rows: ValueError: four is not for me" in caplog.text
+    assert "eager raises ValueError with 4 rows: four is not for me" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -99,7 +99,7 @@ def test_a_setting_changed_after_the_capture_is_named(device: torch.device) -> N
     model(x)
     assert model.graph_stats.eager == {Reason.NOT_CAPTURED_UPFRONT: 1}
     detail = model.graph_stats.details[Reason.NOT_CAPTURED_UPFRONT]
-    assert detail == "settings: sdp_priority_order (0, 1, 2, 3, 4) became (1, 2, 0, 3, 4)"
+    assert detail == "sdp_priority_order changed from (0, 1, 2, 3, 4) to (1, 2, 0, 3, 4)"
     torch._C._set_sdp_priority_order([0, 1, 2, 3, 4])
     model(x)
     assert model.graph_stats.replays == 1

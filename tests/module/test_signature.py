@@ -284,3 +284,16 @@ def test_a_form_of_call_that_was_not_captured_up_front_says_so(device):
         model(rows(3, device), torch.ones(3, 1, device=device))
         model(rows(3, device), None, 2.0)
     assert reasons(model) == {"not_captured_upfront": 4}
+
+
+def test_a_call_unlike_the_captured_ones_says_in_a_sentence_how_it_differs(device):
+    model = sg.wrap(Masked().eval(), capture_sizes=[1, 2, 4], progress=False)
+    model.capture_graphs(rows(4, device))
+    model(rows(4, device), None, 2.0)
+    said = model.graph_stats.details[Reason.FIRST_CALL]
+    assert said == "compared with captured calls, scale changed from absent to 2.0"
+    model.gain, model.bias, model.limits = 1, 2, (0, 1)
+    model(rows(4, device))
+    said = model.graph_stats.details[Reason.FIRST_CALL]
+    assert said == "compared with captured calls, bias, gain and limits changed"
+    assert str(model.graph_report()).count(f"({said})") == 1

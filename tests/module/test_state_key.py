@@ -119,7 +119,7 @@ def test_capture_graphs_captures_the_state_at_hand(device):
     model.active = "b"
     torch.testing.assert_close(model(x), sg.unwrap(model)(x))
     assert model.graph_stats.eager[Reason.NOT_CAPTURED_UPFRONT] == 1
-    said = "state: ('a', False, 0.5) became ('b', False, 0.5); Python values: active changed"
+    said = "the state changed from ('a', False, 0.5) to ('b', False, 0.5); active changed"
     assert model.graph_stats.details[Reason.NOT_CAPTURED_UPFRONT] == said
     model.capture_graphs(x)
     torch.testing.assert_close(model(x), sg.unwrap(model)(x), rtol=1e-3, atol=1e-4)

@@ -25,7 +25,7 @@ _TEXTS = {
     Reason.AMBIGUOUS_BATCH_DIM: "it is ambiguous which dimension of an input is the batch",
     Reason.BATCH_DIM_UNCONFIRMED: "only one batch size was seen, so which dimensions follow it is a guess; no padding",
     Reason.PADDING_SHOWS: "padding rows change the output; add these sizes to capture_sizes",
-    Reason.SIZE_NOT_CAPTURED: "the forward draws random numbers: padding would change the next ones; capture this size",
+    Reason.SIZE_NOT_CAPTURED: "the forward draws random numbers, and padding would change the next; capture this size",
     Reason.BATCH_MISMATCH: "inputs disagree on the number of rows",
 }
 logger = logging.getLogger("simplegraph")
