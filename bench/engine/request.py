@@ -10,9 +10,9 @@ from typing import SupportsIndex, TypeGuard
 
 from simplegraph import SimpleGraphError
 
-MOST_TOP_K = 2**31 - 1
+MAX_TOP_K = 2**31 - 1
 SEEDS = (-(2**63), 2**63 - 1)
-_MOST_TEMPERATURE = 3e38  # in float32, as the device has it
+_MAX_TEMPERATURE = 3e38  # in float32, as the device has it
 
 
 class EngineError(SimpleGraphError):
@@ -60,10 +60,10 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         _require(_whole(self.max_tokens) and self.max_tokens >= 1, "max_tokens", self.max_tokens, "at least 1")
-        fine = _number(self.temperature) and 0 <= self.temperature <= _MOST_TEMPERATURE
-        _require(fine, "temperature", self.temperature, f"0 or more, up to {_MOST_TEMPERATURE}")
-        fine = _whole(self.top_k) and 0 <= self.top_k <= MOST_TOP_K
-        _require(fine, "top_k", self.top_k, f"0 or more, up to {MOST_TOP_K}, as a whole number")
+        fine = _number(self.temperature) and 0 <= self.temperature <= _MAX_TEMPERATURE
+        _require(fine, "temperature", self.temperature, f"0 or more, up to {_MAX_TEMPERATURE}")
+        fine = _whole(self.top_k) and 0 <= self.top_k <= MAX_TOP_K
+        _require(fine, "top_k", self.top_k, f"0 or more, up to {MAX_TOP_K}, as a whole number")
         _require(_number(self.top_p) and 0 < self.top_p <= 1, "top_p", self.top_p, "above 0, up to 1")
         fine = isinstance(self.stop_token_ids, Collection) and all(map(_is_token_id, self.stop_token_ids))
         _require(fine, "stop_token_ids", self.stop_token_ids, "token ids")

@@ -29,21 +29,21 @@ from starlette.requests import ClientDisconnect
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from bench.engine import Engine, EngineConfig, SamplingParams
-from bench.engine.request import MOST_TOP_K, SEEDS, FinishReason, RequestError, shown
+from bench.engine.request import MAX_TOP_K, SEEDS, FinishReason, RequestError, shown
 from bench.engine.start import start
 from bench.generate import encode, load_tokenizer, stop_tokens
 from bench.models.llama import Llama
 from bench.serve.worker import EngineStopped, EngineWorker, QueueFull, Stream, Token
 
-MOST_BYTES = 2**20  # of a body
-MOST_PROMPTS = 64  # of a request
-MOST_STOP_TOKENS = 64
-MOST_STOP_LENGTH = 256  # characters of a stop text
-MOST_CONNECTIONS = 512  # at once, those that have sent no request yet included
+MAX_BYTES = 2**20  # of a body
+MAX_PROMPTS = 64  # of a request
+MAX_STOP_TOKENS = 64
+MAX_STOP_LENGTH = 256  # characters of a stop text
+MAX_CONNECTIONS = 512  # at once, those that have sent no request yet included
 HEAD_SECONDS = 10.0  # after which a connection without a whole head of a request is closed, at the latest twice that
 BODY_SECONDS = 30.0  # for the whole body
-_MOST_STOPS = 4  # as OpenAI has it
-_MOST_NAME = 256  # characters of a name
+_MAX_STOPS = 4  # as OpenAI has it
+_MAX_NAME = 256  # characters of a name
 _SHUTDOWN_SECONDS = 20  # for requests that run when the process is told to end
 _log = logging.getLogger("bench.serve")
 _GAUGES = {
@@ -62,8 +62,8 @@ TokenId = Annotated[int, pydantic.Field(ge=0, lt=2**31)]
 Tokens = Annotated[list[TokenId], pydantic.Field(fail_fast=True)]
 Prompts = Annotated[list[Tokens], pydantic.Field(fail_fast=True)]
 Texts = Annotated[list[str], pydantic.Field(fail_fast=True)]
-StopText = Annotated[str, pydantic.Field(min_length=1, max_length=MOST_STOP_LENGTH)]
-Name = Annotated[str, pydantic.Field(max_length=_MOST_NAME)]
+StopText = Annotated[str, pydantic.Field(min_length=1, max_length=MAX_STOP_LENGTH)]
+Name = Annotated[str, pydantic.Field(max_length=_MAX_NAME)]
 
 
 class StreamOptions(pydantic.BaseModel, extra="forbid"):
@@ -83,10 +83,10 @@ class Completion(pydantic.BaseModel, extra="forbid", strict=True):
     max_tokens: int = pydantic.Field(16, ge=1, lt=2**31)
     temperature: float = pydantic.Field(1.0, ge=0, le=2)
     top_p: float = pydantic.Field(1.0, gt=0, le=1)
-    top_k: int = pydantic.Field(0, ge=0, le=MOST_TOP_K)
+    top_k: int = pydantic.Field(0, ge=0, le=MAX_TOP_K)
     seed: int | None = pydantic.Field(None, ge=SEEDS[0], le=SEEDS[1])
-    stop: StopText | Annotated[list[StopText], pydantic.Field(max_length=_MOST_STOPS)] | None = None
-    stop_token_ids: Annotated[Tokens, pydantic.Field(max_length=MOST_STOP_TOKENS)] = []
+    stop: StopText | Annotated[list[StopText], pydantic.Field(max_length=_MAX_STOPS)] | None = None
+    stop_token_ids: Annotated[Tokens, pydantic.Field(max_length=MAX_STOP_TOKENS)] = []
     stream: bool = False
     stream_options: StreamOptions | None = None
     user: Name | None = None
@@ -107,8 +107,8 @@ class Completion(pydantic.BaseModel, extra="forbid", strict=True):
         """Return the token ids of each prompt."""
         one = isinstance(self.prompt, str) or not self.prompt or isinstance(self.prompt[0], int)
         prompts: list[Any] = [self.prompt] if one else list(self.prompt)
-        if len(prompts) > MOST_PROMPTS:
-            raise RequestError(f"the request has {len(prompts)} prompts; expected {MOST_PROMPTS} at most.")
+        if len(prompts) > MAX_PROMPTS:
+            raise RequestError(f"the request has {len(prompts)} prompts; expected {MAX_PROMPTS} at most.")
         try:
             return [encode(prompt, tokenizer) if isinstance(prompt, str) else prompt for prompt in prompts]
         except ValueError as error:
@@ -412,8 +412,8 @@ async def _body(request: Request) -> bytes:
     body = bytearray()
     async for chunk in request.stream():
         body += chunk
-        if len(body) > MOST_BYTES:
-            raise _Refused(413, f"the body is above {MOST_BYTES} bytes.")
+        if len(body) > MAX_BYTES:
+            raise _Refused(413, f"the body is above {MAX_BYTES} bytes.")
     return bytes(body)
 
 
@@ -442,12 +442,12 @@ async def _disconnected(request: Request) -> None:
 
 
 class Connection(H11Protocol):
-    """A connection of a caller, which is closed if it sends no request; above `MOST_CONNECTIONS` it is refused."""
+    """A connection of a caller, which is closed if it sends no request; above `MAX_CONNECTIONS` it is refused."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Take a connection."""
         super().connection_made(transport)
-        if len(self.connections) > MOST_CONNECTIONS:
+        if len(self.connections) > MAX_CONNECTIONS:
             head = (
                 b"HTTP/1.1 503 Service Unavailable\r\nConnection: close\r\nRetry-After: 1\r\nContent-Length: 0\r\n\r\n"
             )

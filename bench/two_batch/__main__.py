@@ -18,7 +18,7 @@ from bench.tools.options import TP, Options, command_line, count, json_file, mod
 from bench.tools.tables import cell, grid
 from bench.two_batch import steps
 
-MOST_ERROR = {"cuda": 0.1, "cpu": 1e-4}  # of logits, relative; products of other shapes round otherwise in bfloat16
+MAX_ERROR = {"cuda": 0.1, "cpu": 1e-4}  # of logits, relative; products of other shapes round otherwise in bfloat16
 
 
 OPTIONS: Options = {
@@ -60,7 +60,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(render(found))
         if not on_gpu:
             print(NOT_SPEED)
-    return int(any(each["relative_error"] > MOST_ERROR[device.type] for each in found["steps"]))
+    return int(any(each["relative_error"] > MAX_ERROR[device.type] for each in found["steps"]))
 
 
 def _save(options: argparse.Namespace, found: Figures, rank: int) -> None:

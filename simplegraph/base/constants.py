@@ -24,7 +24,7 @@ WATCHED_BYTES = 64
 LARGEST_BYTES = 16 << 20
 LARGEST_TOTAL_BYTES = 64 << 20
 # Warmups in a row that find new values; after them a capture is tried, which refuses the values by name.
-_MOST_CHANGES = 8
+_MAX_CHANGES = 8
 
 
 class _ServingThread(threading.local):
@@ -108,7 +108,7 @@ class FrozenConstants:
         Values that change from call to call need no more warmups: they are not constants.
         """
         if key in self._copies:
-            return self._changes[key] < _MOST_CHANGES and self._changed(key)
+            return self._changes[key] < _MAX_CHANGES and self._changed(key)
         return self._had_any
 
     def _changed(self, key: Hashable) -> bool:

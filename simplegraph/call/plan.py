@@ -42,8 +42,8 @@ NOTHING: Copies = ([], [])
 LOADED: Copies = ([], [])  # in place of copies that were made already
 COMPARE_FIRST = object()  # in place of a result: the call must be compared before a launch
 _copy_all = torch._foreach_copy_
-_MOST_STRIDES = 64  # the most strides that are remembered for a layout with gaps, whose sizes may vary
-_MOST_COMPARED_FIRST = 4096  # calls after a launch in vain
+_MAX_STRIDES = 64  # the most strides that are remembered for a layout with gaps, whose sizes may vary
+_MAX_COMPARED_FIRST = 4096  # calls after a launch in vain
 _ALIGNMENT = 64  # bytes: the alignment of all allocators, and more than any kernel requires
 
 
@@ -178,7 +178,7 @@ class Plan:
             return result
         if self.graph.replays_until_proof != replays:
             self.table.take_back(self.graph, self.padding)
-        self._in_vain = self.calls_to_compare_first = min(2 * self._in_vain or 1, _MOST_COMPARED_FIRST)
+        self._in_vain = self.calls_to_compare_first = min(2 * self._in_vain or 1, _MAX_COMPARED_FIRST)
         return COMPARE_FIRST
 
     @staticmethod
@@ -420,7 +420,7 @@ def _learn_strides(arg: Any, tensor: Tensor, strides: set[tuple[int, ...]]) -> b
     """Add a tensor's strides to the strides of an argument's layout; False if the tensor has another layout."""
     if layout_of(tensor, batch_dim_of(arg)) != arg.layout:
         return False
-    if len(strides) >= _MOST_STRIDES:
+    if len(strides) >= _MAX_STRIDES:
         strides.clear()
     strides.add(tensor.stride())
     return True

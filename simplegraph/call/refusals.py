@@ -26,7 +26,7 @@ _BY_FORM = frozenset(
         *(Reason.AMBIGUOUS_BATCH_DIM, Reason.BATCH_MISMATCH, Reason.TRAINING),
     }
 )
-_MOST_FORMS = 64
+_MAX_FORMS = 64
 _SURE, _LONGEST_REST = 16, 31  # refused calls before the first rest, and calls of the longest
 
 
@@ -71,7 +71,7 @@ class Refusals:
         """Remember why a call was refused before it was read, if all such calls are."""
         wanting = why.reason is Reason.GRAD and not why.detail and _first_wants_grad(module)
         if why.reason in _BY_FORM or wanting:
-            if len(self.forms) >= _MOST_FORMS:
+            if len(self.forms) >= _MAX_FORMS:
                 self.forms.clear()
             refusal = FormRefusal((why.reason, why.detail, why.size), self._num_observed(), wanting)
             self.forms[_form(module, args, kwargs)] = refusal

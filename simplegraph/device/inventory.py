@@ -13,7 +13,7 @@ from simplegraph.device.cuda.device import CudaDevice
 from simplegraph.device.cuda.driver import cuda_driver
 from simplegraph.device.protocol import GraphDevice, GraphPool, Inventory, MemorySpan
 
-_MOST_FORMER = 1 << 11  # the most former ranges; each costs every inventory half a microsecond
+_MAX_FORMER = 1 << 11  # the most former ranges; each costs every inventory half a microsecond
 
 
 def take_inventory(
@@ -43,7 +43,7 @@ def take_inventory(
         present = [segment for segment in allocator.segments() if segment["device"] == cuda.index]
         own_pools, workspaces = pool.handle.anchors, cuda.allocations.workspaces
         current = Places(present, own_pools, workspaces, named, cuda.former, device_memory(driver))
-        cuda.former = current.present | (cuda.former if len(cuda.former) < _MOST_FORMER else set())
+        cuda.former = current.present | (cuda.former if len(cuda.former) < _MAX_FORMER else set())
         return current
 
     try:

@@ -10,7 +10,7 @@ from simplegraph.base.errors import ConfigError, did_you_mean
 
 _PACKAGED = Path(__file__).with_name("troubleshooting.md")
 _IN_CHECKOUT = Path(__file__).parents[2] / "docs" / "troubleshooting.md"
-_MOST_NAMED = 5  # sections that have a word
+_MAX_NAMED = 5  # sections that have a word
 _SECTION = re.compile(r"^### (?P<name>\w+)\n(?P<text>.*?)(?=^###? |\Z)", re.DOTALL | re.MULTILINE)
 _LINK = re.compile(r"\[([^\]]+)\]\(([^)\s]+)\)")
 
@@ -34,7 +34,7 @@ def explain(name: str) -> str:
     if wanted not in texts:
         near = did_you_mean([wanted], texts)
         speaking = [section for section, text in texts.items() if name and name.lower() in text.lower()]
-        about = f"; these speak of it: {', '.join(speaking[:_MOST_NAMED])}" if speaking and not near else ""
+        about = f"; these speak of it: {', '.join(speaking[:_MAX_NAMED])}" if speaking and not near else ""
         expected = "expected a name that `simplegraph explain --all` lists"
         raise ConfigError(f"nothing is called {name!r}{near}{about}; {expected}.")
     return f"{wanted}\n\n{texts[wanted]}"

@@ -16,8 +16,8 @@ from simplegraph.base.version import VERSION
 from simplegraph.batch.planner import plan_sizes
 from simplegraph.manager.stats import GraphCounters, GraphReport, GraphStats, counted, inputs_column, merged_failures
 
-_MOST_ROWS = 40  # of a table of batch sizes
-_MOST_STEPS = 3  # graphs whose steps are shown
+_MAX_ROWS = 40  # of a table of batch sizes
+_MAX_STEPS = 3  # graphs whose steps are shown
 _STYLE = """
 :root { color-scheme: light dark; --line: #8884; --soft: #8881; --bar: #d9480f; --waste: #868e96; }
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 72rem; margin: 2rem auto; padding: 0 1rem; }
@@ -152,7 +152,7 @@ def _padding(graphs: Sequence[GraphCounters], stats: GraphStats) -> Iterator[str
     if not calls:
         return
     waste = {pair: (pair[1] - pair[0]) * count for pair, count in calls.items()}
-    worst = sorted(sorted(calls, key=lambda pair: waste[pair], reverse=True)[:_MOST_ROWS])
+    worst = sorted(sorted(calls, key=lambda pair: waste[pair], reverse=True)[:_MAX_ROWS])
     yield heading(f"Padding by batch size, in {stats.unit}")
     yield table(
         ("batch size", "served at", "calls", "padding", ""),
@@ -182,7 +182,7 @@ def _steps(graphs: Iterable[GraphCounters]) -> Iterator[str]:
     """Show the time of each segment and break, as one replay took it, of the piecewise graphs that are used most."""
     timed = [(graph, costs) for graph in graphs for costs in [list(graph.costs())] if any(cost.ms for cost in costs)]
     timed.sort(key=lambda pair: pair[0].replays, reverse=True)
-    for graph, costs in timed[:_MOST_STEPS]:
+    for graph, costs in timed[:_MAX_STEPS]:
         longest = max(cost.ms or 0.0 for cost in costs)
         yield heading(f"Steps of {graph.mode} {graph.size}, in milliseconds")
         yield table(

@@ -16,11 +16,11 @@ from torch import Tensor
 from simplegraph.fused.launches import await_others, launching, times_active
 
 MAX_ELEMENTS = 256  # of a head
-MOST_TOGETHER = 3  # linear layers of one launch
+MAX_TOGETHER = 3  # linear layers of one launch
 _LOG2E = 1.4426950408889634
 _ROWS, _BLOCK = 2, 1024  # of a weight, that a program reads at a time
 _KEPT = 16384  # bytes of keys, and of values, that a program of `attend` holds at a time
-_MOST_KEYS, _FEWEST_KEYS = 128, 32
+_MAX_KEYS, _FEWEST_KEYS = 128, 32
 _PARTS = 16  # of a row's keys, up to which more of them take less time
 _PROGRAMS = 528  # four for each multiprocessor of an H100
 
@@ -110,7 +110,7 @@ def linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
 
     Args:
         x: (..., inputs), of one row; float32, bfloat16 or float16.
-        weights: (outputs, inputs) of each layer, at most `MOST_TOGETHER`, the dtype of `x`; their rows are contiguous,
+        weights: (outputs, inputs) of each layer, at most `MAX_TOGETHER`, the dtype of `x`; their rows are contiguous,
             and equally far apart.
         biases: (outputs,) of each, contiguous, the dtype of `x`; None for nothing, in all or none.
         kind: of the activation, if there are two layers of as many outputs, and the first is a gate; "" for none.
@@ -118,7 +118,7 @@ def linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
     Returns:
         (..., outputs) of each; with a kind, the product of the gate's activation and the second, too.
     """
-    inputs, missing = weights[0].shape[1], MOST_TOGETHER - len(weights)
+    inputs, missing = weights[0].shape[1], MAX_TOGETHER - len(weights)
     results = [*weights, *weights[: bool(kind)]]
     outs = [torch.empty((*x.shape[:-1], len(weight)), dtype=x.dtype, device=x.device) for weight in results]
     added = [weight if bias is None else bias for weight, bias in zip(weights, biases, strict=True)]
@@ -128,7 +128,7 @@ def linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
             x.contiguous(),
             *(*weights, *[weights[0]] * missing),
             *(*added, *added[:1] * missing),
-            *(*outs, *outs[:1] * (MOST_TOGETHER - len(outs))),
+            *(*outs, *outs[:1] * (MAX_TOGETHER - len(outs))),
             *(*sizes, *sizes[:1] * missing),
             weights[0].stride(0),
             KIND=kind,
@@ -260,7 +260,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | 
     rows, heads, _, elements = q.shape
     kv_heads, keys = k.shape[1:3]
     group, columns = heads // kv_heads, max(16, triton.next_power_of_2(elements))
-    most = max(16, min(_KEPT // (columns * k.element_size()), _MOST_KEYS))
+    most = max(16, min(_KEPT // (columns * k.element_size()), _MAX_KEYS))
     # Many programs that read one small block each take less time than few that read a large one, or several.
     useful, filling = max(_PARTS, triton.cdiv(keys, most)), max(1, _PROGRAMS // (rows * kv_heads))
     parts = min(triton.cdiv(keys, _FEWEST_KEYS), useful, filling)

@@ -18,7 +18,7 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
 FINISHES: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
     {"": lambda x: x, "relu": torch.relu, "silu": F.silu}
 )
-_PART, _MOST_ROWS = 128, 48  # words of a part, and rows from which on `argmax` is faster than parts
+_PART, _MAX_ROWS = 128, 48  # words of a part, and rows from which on `argmax` is faster than parts
 PRODUCT_FINISHES = ("", "relu")  # of these, what cuBLAS computes at the end of a product
 
 
@@ -335,7 +335,7 @@ def most_likely(scores: Tensor) -> Tensor:
     Returns:
         (rows,) int64.
     """
-    if scores.shape[-1] % _PART or not 0 < len(scores) <= _MOST_ROWS:
+    if scores.shape[-1] % _PART or not 0 < len(scores) <= _MAX_ROWS:
         return scores.argmax(dim=-1)
     values, places = scores.reshape(len(scores), -1, _PART).max(dim=-1)
     part = values.argmax(dim=-1, keepdim=True)

@@ -138,7 +138,7 @@ class TritonOperators(Operators):
         inputs, rows = x.shape[-1], weights[0].stride(0)
         fits = (
             x.numel() == inputs
-            and len(weights) <= self._one_row.MOST_TOGETHER
+            and len(weights) <= self._one_row.MAX_TOGETHER
             and all(weight.stride() == (rows, 1) and weight.shape[1] == inputs for weight in weights)
             and (not kind or weights[0].shape == weights[1].shape)
             and len({bias is None for bias in biases}) == 1

@@ -227,7 +227,7 @@ def dotted(prefix: str, key: Any) -> str:
     return f"{prefix}.{shown(key)}" if prefix else shown(key)
 
 
-_MOST_NAMES = 3  # the most places that a message names
+_MAX_NAMES = 3  # the most places that a message names
 
 
 class PlainValues:
@@ -248,8 +248,8 @@ class PlainValues:
             for key, _ in self.parts.get(name, frozenset()) ^ other.parts.get(name, frozenset())
             if key is not ORDER
         }
-        names = sorted(changed)[:_MOST_NAMES] or ["an object"]
-        names += [f"{len(changed) - _MOST_NAMES} more"] if len(changed) > _MOST_NAMES else []
+        names = sorted(changed)[:_MAX_NAMES] or ["an object"]
+        names += [f"{len(changed) - _MAX_NAMES} more"] if len(changed) > _MAX_NAMES else []
         return f"{' and '.join(filter(None, (', '.join(names[:-1]), names[-1])))} changed"
 
     def described(self) -> dict[str, str]:

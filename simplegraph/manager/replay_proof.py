@@ -250,7 +250,7 @@ class ReplayProof(contextlib.ExitStack):
         mismatch, replays, varies = compare(), 0, True
         noise: list[float] = []
         # All ranks replay, or none does. Several replays, since two with few numbers may be equal by chance.
-        while ranks.any(label, mismatch is not None and varies and replays < _MOST_REPLAYS):
+        while ranks.any(label, mismatch is not None and varies and replays < _MAX_REPLAYS):
             other, replays = again(), replays + 1
             if mismatch is not None:
                 spreads = map(_spread, self._parts(actual, memory=memory), self._parts(other, memory=memory))
@@ -343,7 +343,7 @@ OTHER_SIZE = {**OTHER_SIZE, torch.complex128: 1e-6, torch.complex64: 5e-3}
 OTHER_OPERATORS: Tolerance = {**TOLERANCE, torch.float32: 1e-4, torch.complex64: 1e-4}
 # The same if runs may add in any order: replays may all use one order, and eager calls another.
 OTHER_ORDER: Tolerance = {dtype: min(16 * torch.finfo(dtype).eps, most) for dtype, most in TOLERANCE.items()}
-_MOST_REPLAYS = 4  # the most replays to measure how much equal replays differ
+_MAX_REPLAYS = 4  # the most replays to measure how much equal replays differ
 _SLACK = 4  # the allowed multiple of the difference of two equal runs, since two runs are a small sample
 _CHUNK = 1 << 24  # the number of elements that are compared in double precision at a time
 

@@ -34,9 +34,9 @@ _LASTING = frozenset(
         *(Reason.UNTRAINABLE, Reason.STALE_TOO_OFTEN),
     }
 )
-_MOST_LOGGED = 100  # the most causes that are logged for one wrapper
+_MAX_LOGGED = 100  # the most causes that are logged for one wrapper
 _NO_DIGITS = str.maketrans("", "", string.digits)
-_MOST_SIZES = 1 << 16  # the most batch sizes of eager calls that are counted
+_MAX_SIZES = 1 << 16  # the most batch sizes of eager calls that are counted
 
 
 def counted(number: int, noun: str) -> str:
@@ -45,7 +45,7 @@ def counted(number: int, noun: str) -> str:
 
 
 _BATCH_SIZE = "batch size "  # the prefix of the labels of jobs
-_MOST_LISTED = 8  # the most sizes that a message lists
+_MAX_LISTED = 8  # the most sizes that a message lists
 
 
 def joined_labels(labels: Sequence[str]) -> str:
@@ -56,8 +56,8 @@ def joined_labels(labels: Sequence[str]) -> str:
         return ", ".join(labels)
     numbers = sorted((int(size) for size, _, _ in sizes), reverse=True)
     shown = [str(number) for number in numbers]
-    if len(shown) > _MOST_LISTED:
-        shown[_MOST_LISTED - 1 : -1] = [f"... ({len(numbers)} of them)"]
+    if len(shown) > _MAX_LISTED:
+        shown[_MAX_LISTED - 1 : -1] = [f"... ({len(numbers)} of them)"]
     _, comma, suffix = sizes[0]
     return f"batch sizes {', '.join(shown)}{comma}{suffix}"
 
@@ -268,7 +268,7 @@ class GraphStats:
         """Describe the padding of calls to captured lengths."""
         counts = self.lengths.most_common()  # copied once: another thread may add one
         called, served = (sum(pair[at] * count for pair, count in counts) for at in (0, 1))
-        shown = (f"{length} at {padded} x {count}" for (length, padded), count in counts[:_MOST_SHOWN])
+        shown = (f"{length} at {padded} x {count}" for (length, padded), count in counts[:_MAX_SHOWN])
         return f"  lengths x calls: {', '.join(shown)}; {1 - called / served:.0%} of what was served is padding"
 
     def ran_eagerly(self, reason: Reason, detail: str = "", size: int | None = None) -> None:
@@ -280,7 +280,7 @@ class GraphStats:
             size: the batch's size, if a graph of some size could serve it.
         """
         self.eager[reason] += 1
-        if size is not None and (size in self._eager_sizes or len(self._eager_sizes) < _MOST_SIZES):
+        if size is not None and (size in self._eager_sizes or len(self._eager_sizes) < _MAX_SIZES):
             self._eager_sizes[size] += 1
         for listener in (*_eager_listeners,):
             listener(self.name, reason, detail)
@@ -304,7 +304,7 @@ class GraphStats:
             return
         self._latest = reason, level, text
         cause = reason, level, text.translate(_NO_DIGITS)  # the same cause at another size is not logged again
-        if cause not in self._logged and len(self._logged) < _MOST_LOGGED:
+        if cause not in self._logged and len(self._logged) < _MAX_LOGGED:
             self._logged.add(cause)
             logger.log(level, "simplegraph: %s %s: %s.\n  See: %s", self.name, effect, text, reason.command)
 
@@ -338,8 +338,8 @@ _TOTALS = (
 )
 _COLUMNS = ("mode", "size", "segments", "breaks", "nodes", "capture ms", "MiB", "replays", "padded", "proven")
 _OF_SIZES = {"size", "padded"}  # columns that are left out if shapes are exact
-_MOST_SHOWN = 12  # the most batch sizes in one line
-_MOST_OF_VALUES = 60  # the most characters for the Python values of a graph
+_MAX_SHOWN = 12  # the most batch sizes in one line
+_MAX_VALUE_LENGTH = 60  # the most characters for the Python values of a graph
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -439,7 +439,7 @@ class GraphReport:
         ] * bool(stats.longest_stall)
         read = sum(graph.inventory.seconds for graph in graphs if graph.inventory is not None)
         lines += [f"  the driver was asked what graphs touch for {read:.3f} s, beside the captures"] if read else []
-        sizes = collections.Counter(stats.batch_sizes).most_common(_MOST_SHOWN)
+        sizes = collections.Counter(stats.batch_sizes).most_common(_MAX_SHOWN)
         if sizes and not stats.exact:
             shown = ", ".join(f"{size} x {count}" for size, count in sorted(sizes))
             more = f", and {more_sizes} other sizes" if (more_sizes := len(stats.batch_sizes) - len(sizes)) else ""
@@ -459,9 +459,9 @@ class GraphReport:
         sizes = list(self.ahead.items())
         shown = [
             f"{counted(len(calls), 'call')} of {counted(size, self.stats.unit.removesuffix('s'))} ({', '.join(calls)})"
-            for size, calls in sizes[:_MOST_SHOWN]
+            for size, calls in sizes[:_MAX_SHOWN]
         ]
-        more = [f"and {more_sizes} other sizes"] if (more_sizes := len(sizes) - _MOST_SHOWN) > 0 else []
+        more = [f"and {more_sizes} other sizes"] if (more_sizes := len(sizes) - _MAX_SHOWN) > 0 else []
         return "; ".join([*shown, *more])
 
 
@@ -504,7 +504,7 @@ def inputs_column(graphs: Sequence[GraphCounters]) -> list[str]:
     described = {graph.values: graph.values.described() for graph in graphs if graph.values is not None}
     inputs = _differing([graph.inputs for graph in graphs])
     values = _differing([{} if graph.values is None else described[graph.values] for graph in graphs])
-    values = [text if len(text) <= _MOST_OF_VALUES else f"{text[: _MOST_OF_VALUES - 3]}..." for text in values]
+    values = [text if len(text) <= _MAX_VALUE_LENGTH else f"{text[: _MAX_VALUE_LENGTH - 3]}..." for text in values]
     title = " and ".join(name for name, column in (("inputs", inputs), ("values", values)) if any(column))
     return [title, *(", ".join(filter(None, texts)) for texts in zip(inputs, values, strict=True))]
 

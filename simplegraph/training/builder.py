@@ -31,7 +31,7 @@ from simplegraph.training.notes import BackwardNotes, HookWatch
 from simplegraph.training.pair import LastForward, PairPlan
 from simplegraph.training.recording import Leaves, Recording, written_outputs
 
-_MOST_BEFORE = 3  # calls between the first one and its backward that count as warmups
+_MAX_BEFORE = 3  # calls between the first one and its backward that count as warmups
 _WRITTEN = "the forward writes to {}; under grad mode pass what it may not change"
 
 
@@ -111,7 +111,7 @@ class PairBuilder(GraphBuilder):
         notes = self.notes(call)
         notes.calls_before += 1
         # Several forwards may lead to one backward. After so many, none may ever come.
-        reason = Reason.WARMUP if notes.calls_before <= _MOST_BEFORE else Reason.GRAD
+        reason = Reason.WARMUP if notes.calls_before <= _MAX_BEFORE else Reason.GRAD
         self.manager.stats.ran_eagerly(reason, said, call.batch)
         result = call.run(call.args, call.kwargs)
         self.watch(call, result)

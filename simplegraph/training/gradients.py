@@ -31,7 +31,7 @@ _SHARED = (
     "the gradient of a parameter of shape {} is held elsewhere, too, and is another one at every call, so a graph can "
     "add to it only in a copy: make the gradients, or the buffer that they are views of, once, before the first step"
 )
-_MOST_BUFFERS = 3  # replacements of a user's gradient after which it is assumed to be a new one at every call
+_MAX_BUFFERS = 3  # replacements of a user's gradient after which it is assumed to be a new one at every call
 _REPLICA = (
     "DistributedDataParallel reduces gradients between ranks by hooks that no replay runs; "
     "wrap the module in it: DistributedDataParallel(wrap(module, training=True))"
@@ -161,7 +161,7 @@ class Gradients:
                 self._users.remove(id(parameter))
                 del self._fixed[id(parameter)]
                 self._replaced[id(parameter)] += 1
-            adopts = id(parameter) not in self._fixed and self._replaced[id(parameter)] < _MOST_BUFFERS
+            adopts = id(parameter) not in self._fixed and self._replaced[id(parameter)] < _MAX_BUFFERS
             if not adopts and self._is_held(index):
                 self.refusal = _SHARED.format(tuple(parameter.shape))
         return tuple(self._replaced.values())
@@ -209,7 +209,7 @@ class Gradients:
         if gradient is None or gradient is not parameter.grad or gradient.requires_grad:
             return False
         plain = gradient.layout is torch.strided and _kind(gradient) == _kind(parameter)
-        return plain and self._replaced[id(parameter)] < _MOST_BUFFERS and self._is_held(index)
+        return plain and self._replaced[id(parameter)] < _MAX_BUFFERS and self._is_held(index)
 
     def _is_held(self, index: int) -> bool:
         """True if anything else holds the gradient of `entry`, or shares its memory, such as a flat buffer."""

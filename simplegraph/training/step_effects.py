@@ -43,7 +43,7 @@ from simplegraph.training.gradients import (
 from simplegraph.training.held_values import Entries, Lengths, users_functions
 from simplegraph.training.optimizers import StepOptimizers, kept_python
 
-_MOST_CHANGES = 3  # new values in a row, each soon after the last, before calls run eagerly
+_MAX_CHANGES = 3  # new values in a row, each soon after the last, before calls run eagerly
 _OFTEN = 8  # calls: a new value within so many after the last counts as soon
 _CHANGING = "takes new values all the time, and each needs a graph of its own"
 _CHANGE_OUTSIDE = (
@@ -253,14 +253,14 @@ class StepPlaces(ReachedPlaces):
             return
         is_often = self._since <= _OFTEN and key not in self._seen and len(key) == len(self.key)
         self._changes = self._changes + 1 if is_often else 0
-        if self._changes < _MOST_CHANGES:
+        if self._changes < _MAX_CHANGES:
             self._seen.add(key)
         self._often = [name for (name, new), old in zip(plain, self.key, strict=False) if new != old]
         self._since, self.key = 0, key
 
     def state(self) -> Hashable:
         """Return the key, the same object until a value changes. Raises CannotBind."""
-        if self._changes >= _MOST_CHANGES and self._since <= _OFTEN:
+        if self._changes >= _MAX_CHANGES and self._since <= _OFTEN:
             of_optimizer = any("param_groups" in name or name.startswith("optimizers.") for name in self._often)
             remedy = _LET_OPTIMIZER_READ if of_optimizer else _CHANGE_OUTSIDE
             raise CannotBind(Reason.PYTHON_STATE, f"{', '.join(self._often)} {_CHANGING}: {remedy}")

@@ -25,7 +25,7 @@ sys.path.append(str(pathlib.Path(__file__).parent.parent / "support"))
 from tiny_engine import PAGE, SHAPE, VOCAB
 
 from bench.engine import Engine, EngineConfig, SamplingParams
-from bench.engine.request import MOST_TOP_K, SEEDS, Request
+from bench.engine.request import MAX_TOP_K, SEEDS, Request
 from bench.models.llama import CacheShape, Llama, build_llama
 
 MODES = ("NONE", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE", "PIECEWISE")
@@ -88,7 +88,7 @@ def _random_ask(draw: random.Random) -> Ask:
     params = SamplingParams(
         max_tokens=draw.randint(1, 16),
         temperature=draw.choice([0, 0.3, 1.0, 1.0, 1.5, 5.0, 1e-46, 3e38]),
-        top_k=draw.choice([0, 0, 0, 1, 5, 40, VOCAB, MOST_TOP_K]),
+        top_k=draw.choice([0, 0, 0, 1, 5, 40, VOCAB, MAX_TOP_K]),
         top_p=draw.choice([1.0, 1.0, 0.95, 0.5, 1e-46]),
         seed=draw.choice([None, 0, 1, draw.randrange(*SEEDS), *SEEDS]),
         stop_token_ids=draw.sample(range(VOCAB), draw.choice([0, 0, 2])),

@@ -1796,7 +1796,7 @@ MUTANTS = [
     Mutant(
         "launches in vain never end",
         "call/plan.py",
-        "min(2 * self._in_vain or 1, _MOST_COMPARED_FIRST)",
+        "min(2 * self._in_vain or 1, _MAX_COMPARED_FIRST)",
         "1",
         FIRST,
     ),

@@ -29,7 +29,7 @@ from tests.sweeps.counts import write
 from tests.sweeps.sweep import MODES
 
 SAY_EVERY = 10.0  # seconds
-MOST_DIFFERING = 0.02
+MAX_DIFFERING = 0.02
 
 
 def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -98,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         first, second = (json.loads(path.read_text(encoding="utf-8")) for path in options.compare)
         print(summary(first, second))
         count, other, wrong = differences(first, second)
-        return 1 if wrong or len(other) > MOST_DIFFERING * count else 0
+        return 1 if wrong or len(other) > MAX_DIFFERING * count else 0
     found = run(options)
     findings = found["findings"]
     print(f"{len(findings)} forwards: {dict(collections.Counter(each['verdict'] for each in findings))}")

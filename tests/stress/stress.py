@@ -22,7 +22,7 @@ from tests.stress.twin import Streams, Twin
 
 GROUP = 10  # modules that live at a time
 USELESS = 40  # calls without a replay, after which another module takes a module's place
-MOST_DIFFERENCES = 10
+MAX_DIFFERENCES = 10
 THREADS = 3
 
 
@@ -88,7 +88,7 @@ class Stress:
 
     @property
     def _going_on(self) -> bool:
-        return time.perf_counter() < self._ends and len(self.outcome.differences) < MOST_DIFFERENCES
+        return time.perf_counter() < self._ends and len(self.outcome.differences) < MAX_DIFFERENCES
 
     def _say(self) -> None:
         self._told = time.perf_counter()

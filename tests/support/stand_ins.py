@@ -50,7 +50,7 @@ class Kernels(Operators):
     """The functions of the kernels' modules, by torch's operators; most are called as these are."""
 
     MAX_COLUMNS = MAX_SIZE = MAX_SQUEEZED = MAX_WINDOW = MAX_ELEMENTS = 64
-    MOST_TOGETHER = 3
+    MAX_TOGETHER = 3
     linear = Operators.linears
 
     def norm(

@@ -29,7 +29,7 @@ from simplegraph.batch.sizes import BatchDescriptor
 from simplegraph.manager.manager import Unpack
 
 _FLOAT_WORKSPACE_BYTES = 128 << 20
-_MOST_WORKSPACE_BYTES = 8 << 30
+_MAX_WORKSPACE_BYTES = 8 << 30
 _BLOCKS_PER_MULTIPROCESSOR = 2  # FlashInfer's scheduler considers the device full with this many
 
 _OLDEST = (0, 5, 3)
@@ -151,7 +151,7 @@ class FlashInferBackend(AttentionBackend):
         is captured suffices for all its replays. Graphs captured before keep their old memory.
         """
         size = 2 * wrapper._float_workspace_buffer.numel()
-        if size > _MOST_WORKSPACE_BYTES:
+        if size > _MAX_WORKSPACE_BYTES:
             raise ConfigError(
                 f"FlashInfer asks for more than {size >> 21} MiB of workspace; capture smaller sizes, or use another "
                 "backend."

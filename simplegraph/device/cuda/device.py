@@ -22,7 +22,7 @@ from simplegraph.device.protocol import CAPTURE_LOCK, GraphPool, order_draws
 
 logger = logging.getLogger("simplegraph")
 
-_MOST_RELEASED = 32 << 20  # the most bytes of released pools that the allocator may keep
+_MAX_RELEASED = 32 << 20  # the most bytes of released pools that the allocator may keep
 
 
 class _Capture(NamedTuple):
@@ -81,7 +81,7 @@ class CudaDevice:
     def new_pool(self) -> GraphPool:
         wait_before_captures()
         handle = CudaPool((0, 0))
-        if self._released > _MOST_RELEASED:
+        if self._released > _MAX_RELEASED:
             self.release_cached_memory()
         with self._on_own_stream():
             self._refresh(handle)

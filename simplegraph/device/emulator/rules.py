@@ -100,7 +100,7 @@ def _isin_sorts(given: dict[str, Any]) -> bool:
     return bool(tested.numel() >= 10 * elements.numel() ** 0.145)
 
 
-_MOST_COUNTED = 2048  # by one block of threads; longer rows are sorted
+_MAX_COUNTED = 2048  # by one block of threads; longer rows are sorted
 
 _WAITS: dict[str, _Waits] = {
     "equal": lambda given: "self" in given and "other" in given and given["self"].shape == given["other"].shape,
@@ -112,7 +112,7 @@ _WAITS: dict[str, _Waits] = {
     "searchsorted": _reads("sorter"),
     "segment_reduce": lambda given: isinstance(given["lengths"], Tensor) and not given["unsafe"],
     "histc": lambda given: given["min"] == given["max"],
-    "mode": lambda given: given["self"].dim() > 0 and given["self"].shape[given["dim"]] > _MOST_COUNTED,
+    "mode": lambda given: given["self"].dim() > 0 and given["self"].shape[given["dim"]] > _MAX_COUNTED,
     "isin": _isin_sorts,
     "fake_quantize_per_channel_affine_cachemask": lambda given: True,
     # cuSOLVER and MAGMA: convergence and errors are read on the host.

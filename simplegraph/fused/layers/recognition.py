@@ -104,7 +104,7 @@ class Candidate(NamedTuple):
 
 
 _ANSWERS: dict[Any, bool] = {}
-_MOST_ANSWERS = 1024
+_MAX_ANSWERS = 1024
 
 
 def answered(question: Any, agrees: Callable[[torch.dtype], bool], *dtypes: torch.dtype) -> bool:
@@ -119,7 +119,7 @@ def answered(question: Any, agrees: Callable[[torch.dtype], bool], *dtypes: torc
     if answer is None:
         with _alone():
             answer = _agrees(agrees, dtypes)
-        if len(_ANSWERS) >= _MOST_ANSWERS:
+        if len(_ANSWERS) >= _MAX_ANSWERS:
             _ANSWERS.clear()
         _ANSWERS[question] = answer
     return answer

@@ -50,7 +50,7 @@ _EXACT = {
     *("alias", "detach", "slice", "select", "unsqueeze", "squeeze", "expand", "view", "_unsafe_view", "permute"),
     *("transpose", "t", "repeat"),
 }
-_MOST_ELEMENTS = 1 << 16
+_MAX_ELEMENTS = 1 << 16
 
 
 class _ThreadAnswers(threading.local):
@@ -222,7 +222,7 @@ class KnownValues(OperatorMode):  # type: ignore[no-untyped-call]
                 return self.take_apart(func, args, kwargs)
         self._forget(func, args, kwargs, tensors)
         result = func(*args, **kwargs)
-        if kind is not None and isinstance(result, Tensor) and 0 < result.numel() <= _MOST_ELEMENTS:
+        if kind is not None and isinstance(result, Tensor) and 0 < result.numel() <= _MAX_ELEMENTS:
             self._learn(kind, func, args, kwargs, result)
         return defined(result)
 

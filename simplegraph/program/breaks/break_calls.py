@@ -295,7 +295,7 @@ class _Form(NamedTuple):
     tails: Sequence[Tail]
 
 
-_MOST_FORMS = 64  # numbers of rows for which a break keeps its arguments
+_MAX_FORMS = 64  # numbers of rows for which a break keeps its arguments
 
 
 @dataclasses.dataclass(eq=False)
@@ -395,7 +395,7 @@ class Break:
             return
         if not self._forms:
             self._forms[0] = _Form(self.args, self.kwargs, self.rebuilt, self.accepts, ())
-        elif len(self._forms) == _MOST_FORMS and rows not in self._forms:
+        elif len(self._forms) == _MAX_FORMS and rows not in self._forms:
             self._forms = {0: self._forms[0]}
         form = self._forms.get(rows)
         if form is None:

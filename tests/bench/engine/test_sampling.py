@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from bench.engine.request import MOST_TOP_K, SEEDS, SamplingParams
+from bench.engine.request import MAX_TOP_K, SEEDS, SamplingParams
 from bench.engine.sampling import keep_likeliest, sample
 
 LOGITS = torch.tensor([2.0, 1.0, 0.0, -1.0, 0.5, -3.0])
@@ -88,7 +88,7 @@ def test_values_that_are_zero_in_float32_take_the_likeliest_token(params: Sampli
 
 
 def test_the_largest_values_of_each_parameter_draw_a_token() -> None:
-    params = SamplingParams(temperature=3e38, top_k=MOST_TOP_K, seed=SEEDS[0])
+    params = SamplingParams(temperature=3e38, top_k=MAX_TOP_K, seed=SEEDS[0])
     tokens = sample(LOGITS.expand(2, -1), [params, dataclasses.replace(params, seed=SEEDS[1])], [0, 2**31])
     assert all(0 <= token < len(LOGITS) for token in tokens.tolist())
 

@@ -24,7 +24,7 @@ from bench.engine import Engine, EngineConfig, SamplingParams  # noqa: E402
 from bench.engine.request import FinishReason  # noqa: E402
 from bench.models.workload import Workload  # noqa: E402
 from bench.serve import http  # noqa: E402
-from bench.serve.http import MOST_BYTES, MOST_STOP_LENGTH, Answer, Server, settings  # noqa: E402
+from bench.serve.http import MAX_BYTES, MAX_STOP_LENGTH, Answer, Server, settings  # noqa: E402
 from bench.serve.worker import Token  # noqa: E402
 
 PROMPT = list(b"When in the Course of")
@@ -133,7 +133,7 @@ BAD: dict[str, tuple[Any, int, str]] = {
     "five stops": ({"prompt": [1], "stop": ["a"] * 5}, 400, "stop"),
     "unknown field": ({"prompt": [1], "temprature": 1}, 400, "temprature"),
     "another model": ({"prompt": [1], "model": "gpt"}, 404, "gpt"),
-    "too large": (b" " * (MOST_BYTES + 1), 413, "bytes"),
+    "too large": (b" " * (MAX_BYTES + 1), 413, "bytes"),
     "too many prompts": ({"prompt": [[1]] * 65}, 400, "65"),
     "more prompts than may run": ({"prompt": [[1]] * 9}, 400, "9 prompts"),
     "a seed that no generator takes": ({"prompt": [1], "seed": 2**70}, 400, "seed"),
@@ -148,8 +148,8 @@ BAD: dict[str, tuple[Any, int, str]] = {
     "top_p of zero": ({"prompt": [1], "top_p": 0}, 400, "top_p"),
     "half a token": ({"prompt": [1.5]}, 400, "prompt"),
     "a truth": ({"prompt": [True]}, 400, "prompt"),
-    "a stop text of a megabyte": ({"prompt": [1], "stop": "a" * (MOST_BYTES - 100)}, 400, "stop"),
-    "a long text": ({"prompt": "a" * (MOST_BYTES - 100)}, 400, "token ids"),
+    "a stop text of a megabyte": ({"prompt": [1], "stop": "a" * (MAX_BYTES - 100)}, 400, "stop"),
+    "a long text": ({"prompt": "a" * (MAX_BYTES - 100)}, 400, "token ids"),
     "many bad entries": ({"prompt": [None] * 150_000}, 400, "prompt"),
     "half a character": (b'{"prompt": "\\ud800"}', 400, ""),
     "a long name": ({"prompt": [1], "model": "m" * 10_000}, 400, "model"),
@@ -273,8 +273,8 @@ def test_long_bodies_and_stop_texts_do_not_stop_the_event_loop(engine: Engine) -
 
     async def use(client: Any) -> None:
         ticking = asyncio.ensure_future(tick())
-        stops = ["a" * (MOST_STOP_LENGTH - 1) + end for end in "bcde"]
-        for body in ({"stop": "a" * (MOST_BYTES - 100)}, {"prompt": [None] * 150_000}, {"stop": stops}):
+        stops = ["a" * (MAX_STOP_LENGTH - 1) + end for end in "bcde"]
+        for body in ({"stop": "a" * (MAX_BYTES - 100)}, {"prompt": [None] * 150_000}, {"stop": stops}):
             await client.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 16} | body)
         ticking.cancel()
 
@@ -358,7 +358,7 @@ def test_a_connection_that_sends_no_request_is_closed(
 def test_connections_above_the_bound_are_refused_and_those_that_are_open_are_served(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http, "MOST_CONNECTIONS", 3)
+    monkeypatch.setattr(http, "MAX_CONNECTIONS", 3)
     with Listening(Server(engine, "tiny").app()) as address, contextlib.ExitStack() as stack:
         callers = [stack.enter_context(socket.create_connection(address, 30)) for _ in range(4)]
         assert callers[3].recv(4096).startswith(b"HTTP/1.1 503 ")

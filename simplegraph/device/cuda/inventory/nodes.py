@@ -18,8 +18,8 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 Piece = tuple[int, int]  # an address, and the number of bytes there or, for a range, the end
-_MOST_APART = 1 << 12  # the largest gap, in bytes, that is read along: a separate read would take longer
-_MOST_AT_ONCE = 1 << 18
+_MAX_APART = 1 << 12  # the largest gap, in bytes, that is read along: a separate read would take longer
+_MAX_AT_ONCE = 1 << 18
 # Lines of readable ranges: "7f07a0000000-7f07a0021000 rw-p 00000000 00:00 0", and the name of a file if there is one.
 _READABLE = re.compile(rb"^([0-9a-f]+)-([0-9a-f]+) r[^/\n]*(?:/(?!dev/nvidia).*)?$", re.MULTILINE)
 
@@ -44,7 +44,7 @@ class ProcessMemory:
             end, last = start + size, begin + 1
             while last < len(order):
                 address, size = pieces[order[last]]
-                if address > end + _MOST_APART or address + size > start + _MOST_AT_ONCE:
+                if address > end + _MAX_APART or address + size > start + _MAX_AT_ONCE:
                     break
                 end, last = max(end, address + size), last + 1
             whole = self._read(start, end - start)
@@ -150,8 +150,8 @@ _OTHERS = {
     13: "conditional node",
 }
 _DEVICE_MEMORY = (2, 4)  # CU_MEMORYTYPE_DEVICE, UNIFIED
-_MOST_PARAMETERS = 4096
-_MOST_POINTERS = 64  # bytes of a parameter that is an array of addresses
+_MAX_PARAMETERS = 4096
+_MAX_POINTERS = 64  # bytes of a parameter that is an array of addresses
 
 
 class KernelFunction:
@@ -173,7 +173,7 @@ class KernelFunction:
             picked += f"{offset - struct.calcsize(picked)}x" + "Q" * (size // 8)
         self.unpack = struct.Struct(picked).unpack_from  # reads the words of all parameters
         # By parameter, its number of words if it may be an array of addresses.
-        self._counts = [size // 8 if not size % 8 and size <= _MOST_POINTERS else -1 for _, size in self.layout]
+        self._counts = [size // 8 if not size % 8 and size <= _MAX_POINTERS else -1 for _, size in self.layout]
 
     def name_words(self, node: int, words: Sequence[int], low: int, high: int) -> list[Word]:
         """List the words of a launch between two addresses; they are certain if all words of a parameter are.
@@ -348,7 +348,7 @@ class NodeReader:
             return None
         layout: list[Piece] = []
         offset, size = ctypes.c_size_t(), ctypes.c_size_t()
-        while len(layout) < _MOST_PARAMETERS:
+        while len(layout) < _MAX_PARAMETERS:
             index = ctypes.c_size_t(len(layout))
             if read(ctypes.c_void_p(handle), index, ctypes.byref(offset), ctypes.byref(size)):
                 return layout

@@ -28,7 +28,7 @@ from simplegraph.manager.stats import CaptureSummary
 _SMALLEST_SPAN = 256  # positions; attending to fewer saves no time
 _SMALLEST_SOURCE = 64
 _ALIGNMENT = 16  # positions; attention copies a mask of any other length in every layer
-MOST_LAUNCHES = 8  # the most ways to choose tokens, such as temperatures, that get graphs
+MAX_LAUNCHES = 8  # the most ways to choose tokens, such as temperatures, that get graphs
 ON_THE_WAY = frozenset((Reason.FIRST_CALL, Reason.WARMUP, Reason.PROOF, Reason.OUTPUT_SHAPE_UNKNOWN))
 
 
@@ -284,8 +284,8 @@ class FixedCacheDecoder:
         unlike = next(filter(None, self.advances.values()), None)
         if unlike is not None:
             raise CannotBind(Reason.ONE_TOKEN, f"{unlike} changes from step to step in a way of its own")
-        if launch not in self._launches and len(self._launches) == MOST_LAUNCHES:
-            raise CannotBind(Reason.ONE_TOKEN, f"{MOST_LAUNCHES} ways to choose tokens have graphs already")
+        if launch not in self._launches and len(self._launches) == MAX_LAUNCHES:
+            raise CannotBind(Reason.ONE_TOKEN, f"{MAX_LAUNCHES} ways to choose tokens have graphs already")
         self._launches.add(launch)
 
     def compare(

@@ -18,8 +18,8 @@ from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.device.protocol import GraphPool
 from simplegraph.fused.layers.kinds import KINDS, TOKEN_KINDS, listed, names_by_kind
 from simplegraph.integrations.lengths import added
-from simplegraph.integrations.transformers.generate.decoder import MOST_LAUNCHES, FixedCacheDecoder, doubling
-from simplegraph.integrations.transformers.generate.prompt import MOST_ROWS, Prompts, PromptStep
+from simplegraph.integrations.transformers.generate.decoder import MAX_LAUNCHES, FixedCacheDecoder, doubling
+from simplegraph.integrations.transformers.generate.prompt import MAX_ROWS, Prompts, PromptStep
 from simplegraph.integrations.transformers.generate.served import ServedGeneration, StepLock
 from simplegraph.integrations.transformers.generate.stop_checks import (
     LaunchedGeneration,
@@ -34,7 +34,7 @@ from simplegraph.integrations.transformers.refusals import check_generation, che
 from simplegraph.manager.stats import CaptureSummary, GraphReport
 from simplegraph.serve.wrap import check_unwrapped, wrap
 
-_MOST_TOKENS = 64  # of a launch, since its steps attend to one number of positions
+_MAX_TOKENS = 64  # of a launch, since its steps attend to one number of positions
 _MAX_SIGNATURES = 64  # spans times encoder lengths times flags
 
 
@@ -366,11 +366,11 @@ def graph_generation(
         named(TokenStep, type(model).__name__)(model, not_fused=_not_fused(fused_kernels)),
         capture_sizes=sizes,
         batch_dims=ROW_INPUTS,
-        max_signatures=_MAX_SIGNATURES * (1 + MOST_LAUNCHES * (tokens_per_launch > 1)),
+        max_signatures=_MAX_SIGNATURES * (1 + MAX_LAUNCHES * (tokens_per_launch > 1)),
         **settings,
     )
     source = max_source_length or getattr(model.config, "max_source_positions", None) or max_length
-    few = [size for size in sizes if size <= MOST_ROWS] or [min(sizes)]
+    few = [size for size in sizes if size <= MAX_ROWS] or [min(sizes)]
     prompt_step = wrap(
         named(PromptStep, type(model).__name__)(model),
         capture_sizes=few,
@@ -410,5 +410,5 @@ def _check_generator(model: Any, **sizes: int) -> None:
     for name, size in sizes.items():
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
             raise ConfigError(f"{name} is {size!r}; expected a whole number of at least 1.")
-    if sizes["tokens_per_launch"] > _MOST_TOKENS:
-        raise ConfigError(f"tokens_per_launch is {sizes['tokens_per_launch']}; expected at most {_MOST_TOKENS}.")
+    if sizes["tokens_per_launch"] > _MAX_TOKENS:
+        raise ConfigError(f"tokens_per_launch is {sizes['tokens_per_launch']}; expected at most {_MAX_TOKENS}.")

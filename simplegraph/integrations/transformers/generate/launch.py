@@ -30,7 +30,7 @@ _BY_LENGTH: Mapping[str, Callable[[Any], tuple[int, float]]] = {
 # share graphs.
 _LENGTHS = frozenset(("min_length", "min_new_tokens", "prompt_length_to_skip", "max_length"))
 _REPETITION = "RepetitionPenaltyLogitsProcessor"  # needs to know which tokens a row has, but not their order
-_MOST_ELEMENTS = 128  # of a processor's tensor, which is part of the key of graphs
+_MAX_ELEMENTS = 128  # of a processor's tensor, which is part of the key of graphs
 
 
 class RowState(NamedTuple):
@@ -190,6 +190,6 @@ def _described(processor: Any) -> str:
 def _plain(value: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
-    if value.numel() > _MOST_ELEMENTS:
+    if value.numel() > _MAX_ELEMENTS:
         raise CannotBind(Reason.ONE_TOKEN, f"a processor has a tensor of {value.numel()} elements")
     return value.tolist()

@@ -24,8 +24,8 @@ from simplegraph.integrations.transformers.graphed_model import ModelStep
 from simplegraph.manager.replay_proof import first_difference
 
 _LENGTHS = (64, 256)  # that prompts are padded to; a GPU takes about as long for fewer tokens
-_MOST_TOKENS = 512  # of a padded batch; for more, the GPU takes longer than Python
-MOST_ROWS = _MOST_TOKENS // _LENGTHS[0]
+_MAX_TOKENS = 512  # of a padded batch; for more, the GPU takes longer than Python
+MAX_ROWS = _MAX_TOKENS // _LENGTHS[0]
 
 
 class PromptStep(ModelStep):
@@ -115,7 +115,7 @@ class Prompts:
             isinstance(input_ids, Tensor)
             and isinstance(position_ids, Tensor)
             and position_ids.shape == input_ids.shape
-            and 1 < input_ids.shape[1] <= input_ids.numel() <= _MOST_TOKENS
+            and 1 < input_ids.shape[1] <= input_ids.numel() <= _MAX_TOKENS
             and logits_to_keep == 1
             and all(others[name] is None or others[name] is False for name in unknown)
             and all(type(layer) in PLAIN for layer in self_attention_cache.layers)
@@ -124,10 +124,8 @@ class Prompts:
             and (CALLS.context is None or CALLS.context.bypass is None)
             and (attention_mask is None or (attention_mask.shape == input_ids.shape and bool(attention_mask.all())))
         )
-        rows = next((size for size in self._sizes if taken and size >= len(input_ids)), _MOST_TOKENS)
-        return next(
-            (length for length in _LENGTHS if length * rows <= _MOST_TOKENS and length >= input_ids.shape[1]), 0
-        )
+        rows = next((size for size in self._sizes if taken and size >= len(input_ids)), _MAX_TOKENS)
+        return next((length for length in _LENGTHS if length * rows <= _MAX_TOKENS and length >= input_ids.shape[1]), 0)
 
     def _try(self, inputs: tuple[Tensor, ...]) -> tuple[Any, bool]:
         """Run the step; returns its result, and True for a replay. A call without a graph refuses later prefills."""
