@@ -31,7 +31,8 @@ from simplegraph.call.inputs import (
 from simplegraph.call.shared_outputs import SharedOutputs
 from simplegraph.device.protocol import COMPARING_FIRST
 from simplegraph.guard.guards import CapturedState
-from simplegraph.guard.reading import Comparison, Reading
+from simplegraph.guard.comparison import Comparison
+from simplegraph.guard.reading import Reading
 from simplegraph.guard.torch_state import TorchSettings
 from simplegraph.manager.lifecycle import SERVED, CapturedGraph
 from simplegraph.manager.table import ProgramTable

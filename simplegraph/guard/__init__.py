@@ -6,7 +6,8 @@ call's key, and each set of values has graphs of its own. A place is a holder an
 attributes and "scale". A place is "moved" once it holds another object.
 
 guards          the tensors and objects that graphs read
-reading         `Reading` and `Comparison`: the check at every call
+reading         `Reading`: the check of tensors, modules and hooks at every call
+comparison      `Comparison`: the check of plain values at every call
 links           the order in which a reading reads attributes and slots
 versions        the versions of dicts, which say when to read a dict again
 plain_state     the plain values that a call reads through Python, as a part of its key

@@ -13,7 +13,7 @@ from simplegraph.base.objects import own_dict
 from simplegraph.guard.holders import Holders, SearchRoot, ValueHolder
 from simplegraph.guard.key_table import KeyTable
 from simplegraph.guard.places import Changes, Entries, HolderKind, PlacesInCode
-from simplegraph.guard.reading import Comparison
+from simplegraph.guard.comparison import Comparison
 from simplegraph.guard.values import has_object
 from simplegraph.program.snapshot import ABSENT
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence, Set
 from typing import Any
 
-from simplegraph.guard.reading import Comparison
+from simplegraph.guard.comparison import Comparison
 from simplegraph.guard.values import ALL, ORDER, Place, PlainValues
 
 _MAX_KEYS = 256  # keys that are remembered, so that returning to earlier values costs nothing

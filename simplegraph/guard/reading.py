@@ -1,21 +1,18 @@
 """Compare a module's state with its earlier state at every call, by versions of dicts first and with little Python.
 
-A `Reading` compares the tensors, modules, hooks and other objects that graphs read. A `Comparison` compares plain
-values. A reading skips what a comparison, made for the same call just before, has compared already.
+A `Reading` compares the tensors, modules, hooks and other objects that graphs read. It skips what a `Comparison` of
+plain values, made for the same call just before, has compared already.
 """
 
 from __future__ import annotations
 
 import collections
-import contextvars
-import copy
 import gc
 import itertools
 import operator
-import types
 import weakref
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,10 +21,11 @@ from torch.utils.hooks import RemovableHandle
 
 from simplegraph.base.constants import WatchedValue, WatchedVersion
 from simplegraph.base.modes import ANY_AUTOCAST
-from simplegraph.base.objects import identity_hash, own_dict
+from simplegraph.base.objects import identity_hash
 from simplegraph.base.tensors import OwnedTensor, has_address, held_by_nobody, is_wrapper, parts
-from simplegraph.base.walk import keys_in_order, slots_of, values_in_order
+from simplegraph.base.walk import keys_in_order, values_in_order
 from simplegraph.guard import versions
+from simplegraph.guard.comparison import Comparison
 from simplegraph.guard.links import (
     HOOKS,
     REGISTRIES,
@@ -39,14 +37,12 @@ from simplegraph.guard.links import (
     getter,
     split_links,
 )
-from simplegraph.program.snapshot import ABSENT
 
 _READERS = tuple(map(operator.itemgetter, REGISTRIES))
 _chain = itertools.chain.from_iterable
 _get = object.__getattribute__  # past the object's own class
 _is_inference_mode = torch.is_inference_mode_enabled  # looked up once
 _is_same = operator.methodcaller("is_same")
-_find = operator.methodcaller("find")
 _is_released = operator.methodcaller("is_released")
 _tensor_of = operator.attrgetter("tensor")
 _grad = operator.attrgetter("grad")
@@ -60,12 +56,8 @@ _TensorGuards: Any = getattr(getattr(torch._C._dynamo, "guards", None), "TensorG
 
 # Compares the addresses of many tensors in one call. Private to torch, and only in builds with CUDA.
 _same_addresses: Any = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
-_children = operator.itemgetter("_modules")
 FEW_TENSORS = 48  # whose addresses are compared in the time that an allocator takes to say if it returned memory
 _CPU = torch.device("cpu")
-_HOLDS_NOTHING = frozenset({str, int, float, bool, type(None)})
-_ITERATED = frozenset({list, set})  # classes whose referents for the garbage collector are exactly their items
-_IS_LAST_FIRST = gc.get_referents([0, 1]) == [1, 0]  # True if the collector lists the last item of a list first
 
 
 def _is_allocated(tensor: Tensor) -> bool:
@@ -412,328 +404,3 @@ class Reading:
             check = _TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
             self._checks[_is_inference_mode(), ANY_AUTOCAST()] = check
         return True
-
-
-class MarkedHolder(Protocol):
-    """Holds plain values, and has a mark that changes if a value does; see `ValueHolder`."""
-
-    container: Any
-    owner: Callable[[], Any] | None
-    cell: types.CellType | None
-    function: types.FunctionType | None
-    variable: Callable[[], contextvars.ContextVar[Any]] | None
-    is_wide: bool
-    buffers: list[Any]
-    mark: Any
-
-    def find(self) -> Any: ...
-
-    def marked(self) -> Any: ...
-
-
-class Comparison:
-    """Compares the plain values of holders with their earlier values, with as little Python as possible.
-
-    It reads the class and `__dict__` of children and objects by the garbage collector, which is much faster than by
-    Python.
-
-    Args:
-        root: the holder of the module's own attributes, which are not kept alive; None for a function.
-        holders: all holders.
-        key: the key of the values; None if it was not made yet.
-
-    Attributes:
-        mark: an object that identifies the comparison without keeping it alive.
-        moment: the moment of `versions.clock` when the comparison last held; None without a clock.
-    """
-
-    def __init__(self, root: Any, holders: Sequence[Any], key: Any) -> None:
-        self.root, self.holders, self.key, self.mark = root, holders, key, object()
-        compared = [
-            holder for holder in holders if holder is not root or versions.dict_version is None or holder.buffers
-        ]
-        by_version = [
-            holder
-            for holder in compared
-            if issubclass(type(holder.container), dict) and type(holder.mark[1]) is int and not holder.buffers
-        ]
-        quick = [holder for holder in compared if not (holder.is_wide or holder.buffers)]
-        by_items = [
-            holder
-            for holder in quick
-            if type(holder.container) in _ITERATED or (type(holder.container) is dict and not holder.container)
-        ]
-        self._lists = [holder.container for holder in by_items]
-        self._lengths = list(map(len, self._lists))
-        # An empty cell has no item: if it took the value of the next cell, all items would be the same as before.
-        by_items += (holder for holder in quick if holder.cell is not None and holder.mark[1][0])
-        functions = [holder for holder in quick if holder.function is not None]
-        self._functions = [holder.function for holder in functions]
-        self._code_parts = gc.get_referents(*self._functions)  # code and defaults among them
-        self._boxes = [holder.container if holder.cell is None else holder.cell for holder in by_items]
-        orders = [-1 if _IS_LAST_FIRST and type(holder.container) is list else 1 for holder in by_items]
-        ids, kinds = (
-            list(_chain(holder.mark[1][part][::order] for holder, order in zip(by_items, orders, strict=True)))
-            for part in (0, 1)
-        )
-        viewed = (holder for holder in quick if holder.owner is not None and holder.container is None)
-        slotted = [holder for holder in viewed if _shows_slots(holder)]
-        variables = [holder for holder in quick if holder.variable is not None]
-        self._slotted: list[Any] = [holder.owner for holder in slotted]
-        self._variables: list[Any] = [holder.variable for holder in variables]
-        self._no_attributes = [entries for holder in slotted if (entries := own_dict(_owner_of(holder))) is not None]
-        # Holders whose values changed meanwhile are compared by their mark.
-        by_values = [holder for holder in (*slotted, *variables) if holder.marked() == holder.mark]
-        compared_ids = {*map(id, by_version), *map(id, by_items), *map(id, functions), *map(id, by_values)}
-        others = [holder for holder in compared if id(holder) not in compared_ids]
-        # Dicts that are not kept alive, but found again at each call. If a dict whose version is compared holds them,
-        # they are the same while the clock stands still. Otherwise another dict may take their place and their id,
-        # which the clock does not show. A weak reference shows the end of an OrderedDict; its order is read each time.
-        found = [
-            holder
-            for holder in others
-            if _has_version(holder) and holder.owner is None and not (holder.buffers or holder.is_wide)
-        ]
-        holding = (*by_version, *found, *([root] if root is not None else ())) if found else ()
-        held = set(map(identity_hash, gc.get_referents(*map(_find, holding))))
-        ordered = [holder for holder in found if type(holder.mark[1]) is tuple]
-        self._by_clock = [holder for holder in found if holder in ordered or identity_hash(holder.find()) in held]
-        self._others = [holder for holder in others if holder not in self._by_clock]
-        self._marks, self._clock_marks = ([holder.mark for holder in group] for group in (self._others, self._by_clock))
-        self._orders = [weakref.ref(holder.find()) for holder in ordered]
-        self._reads_more = bool(slotted or variables or ordered)
-        items = gc.get_referents(*self._boxes) + (self._other_items() if self._reads_more else [])
-        ids += map(identity_hash, items[len(ids) :])
-        kinds += map(type, items[len(kinds) :])
-        # Values that refer to nothing else are kept alive, and compared by identity without a hash.
-        is_read = list(map(identity_hash, items)) == ids and list(map(type, items)) == kinds
-        plain_at = [at for at, kind in enumerate(kinds) if is_read and kind in _HOLDS_NOTHING]
-        self._kept_at, self._hashed_at = getter(plain_at), getter(sorted({*range(len(ids))} - {*plain_at}))
-        self._kept = self._kept_at(items)
-        self._ids, self._kinds, self._number = self._hashed_at(ids), self._hashed_at(kinds), len(ids)
-        self._containers = frozenset(id(holder.container) for holder in compared if not holder.is_wide) - {id(None)}
-        self._version = root.mark[1] if root is not None and root not in compared else None
-        # Dicts compared by version: first those whose owners are read at every call, of children and then of objects.
-        self._is_parent, self._parents, children = _children_of(root, by_version)
-        covered = {*map(id, children)}
-        owned = [
-            holder for holder in (*by_version, *by_items) if holder.owner is not None and id(holder) not in covered
-        ]
-        objects = [holder for holder in owned if type(holder.mark[1]) is int and _shows_dict(_owner_of(holder), holder)]
-        self._objects: list[Any] = [holder.owner for holder in objects]
-        self._classes = [type(_owner_of(holder)) for holder in (*children, *objects)]
-        self._covered_ids = frozenset(id(holder.container) for holder in (*children, *objects))
-        covered |= {*map(id, objects)}
-        self._owners: list[Any] = [
-            (holder.owner, holder.container, type(_owner_of(holder))) for holder in owned if id(holder) not in covered
-        ]
-        kept = [holder for holder in by_version if id(holder) not in covered]
-        self._dicts = [holder.container for holder in kept]
-        self._by_version = [*children, *objects, *kept]
-        self._versions = [holder.mark[1] for holder in self._by_version]
-        self._covered_dicts = [holder.container for holder in (*children, *objects)]
-        self.moment: object = None
-        self._at: dict[int, list[int]] = {}  # id of a holder -> the indices of its versions
-        for at, holder in enumerate(self._by_version):
-            self._at.setdefault(id(holder), []).append(at)
-        if versions.dict_version is None:  # then the children of modules are compared themselves
-            self._families: list[dict[str, Any]] = [holder.container for holder in filter(_has_children, holders)]
-            self._is_family = root is not None and bool(_children(root.find()))
-            self._below = self._children_below(root.find() if self._is_family else {})
-
-    def holds(self, attributes: dict[str, Any]) -> bool:
-        """True if no value changed; `attributes` are the module's own. It sets only `moment`, so it needs no lock."""
-        version: Any = versions.dict_version
-        clock, moment = versions.clock if version is not None else None, None
-        try:
-            if clock is not None:  # before any dict is read
-                with clock.lock:
-                    before, clock.last = clock.last, version({})
-                    clock.moment = clock.moment if clock.last == before + 1 else object()
-                    moment = clock.moment
-            is_quiet = moment is not None and moment is self.moment
-            if self._version is not None and version(attributes) != self._version:
-                return False
-            if version is None and not self.has_children(attributes):
-                return False
-            dicts = self._dicts
-            if self._classes:
-                objects = [owner() for owner in self._objects]
-                parents = [attributes, *self._parents] if self._is_parent else self._parents
-                referents = gc.get_referents(*gc.get_referents(*map(_children, parents)), *objects)
-                if referents[1::2] != self._classes:
-                    return False
-                if is_quiet:
-                    if not all(map(operator.is_, referents[::2], self._covered_dicts)):
-                        return False
-                else:
-                    dicts = [*referents[::2], *dicts]  # no two dicts ever have the same version
-            if not is_quiet and dicts and list(map(version, dicts)) != self._versions:
-                return False
-            for owner, container, kind in self._owners:
-                thing = owner()
-                if type(thing) is not kind or own_dict(thing) is not container:
-                    return False
-            if self._functions:
-                code_parts = gc.get_referents(*self._functions)
-                # By identity, past the ``__eq__`` of defaults.
-                if len(code_parts) != len(self._code_parts) or not all(map(operator.is_, code_parts, self._code_parts)):
-                    return False
-            if self._number or self._lists:
-                items = gc.get_referents(*self._boxes)
-                if self._reads_more:
-                    items += self._other_items()
-                if len(items) != self._number or not all(map(operator.is_, self._kept_at(items), self._kept)):
-                    return False
-                hashed = self._hashed_at(items)
-                if tuple(map(identity_hash, hashed)) != self._ids or tuple(map(type, hashed)) != self._kinds:
-                    return False
-                if list(map(len, self._lists)) != self._lengths:
-                    return False
-            if any(self._no_attributes):
-                return False
-        except Exception:  # a value that cannot be read counts as changed
-            return False
-        if not is_quiet and [holder.marked() for holder in self._by_clock] != self._clock_marks:
-            return False
-        if self._others and [holder.marked() for holder in self._others] != self._marks:
-            return False
-        self.moment = moment
-        return True
-
-    def has_children(self, attributes: dict[str, Any]) -> bool:
-        """True if modules have the same children; for Python releases on which versions do not show that."""
-        return versions.dict_version is not None or self._children_below(attributes) == self._below
-
-    def _children_below(self, attributes: dict[str, Any]) -> list[int]:
-        """Return the ids of all children of modules; `attributes` are the module's own."""
-        families = [attributes, *self._families] if self._is_family else self._families
-        return list(map(id, _chain(map(values_in_order, map(_children, families)))))
-
-    def _other_items(self) -> list[Any]:
-        """Read the slots of objects, by the garbage collector; context variables; and the order of dicts."""
-        values = gc.get_referents(*[owner() for owner in self._slotted])
-        values += map(contextvars.ContextVar.get, [find() for find in self._variables], itertools.repeat(ABSENT))
-        return values + list(_chain(map(keys_in_order, [container() for container in self._orders])))
-
-    def covers(self, containers: Iterable[Any], attributes: dict[str, Any]) -> bool:
-        """True if all values in these containers are compared; `attributes` are the module's own."""
-        by_own_version = attributes if self._version is not None else None
-        return all(
-            container is by_own_version or id(container) in self._containers or issubclass(type(container), tuple)
-            for container in containers
-        )
-
-    def covers_versions(self, dicts: Iterable[dict[str, Any]]) -> bool:
-        """True if the versions of these dicts are compared, and the owner of each dict and its class."""
-        return self._covered_ids.issuperset(map(id, dicts))
-
-    def moved(self, attributes: dict[str, Any]) -> list[Any]:
-        """List the holders whose values changed; if all others are unchanged, only those with versions are compared."""
-        version: Any = versions.dict_version
-        if version is None:
-            return self._moved_otherwise()
-        later = copy.copy(self)
-        later._versions = [version(holder.container) for holder in self._by_version]
-        moved = {
-            id(holder): holder
-            for holder, now, before in zip(self._by_version, later._versions, self._versions, strict=True)
-            if now != before
-        }
-        if self.root is not None and self._version is not None:
-            later._version = version(attributes)
-            if later._version != self._version:
-                moved[id(self.root)] = self.root
-        return list(moved.values()) if later.holds(attributes) else self._moved_otherwise()
-
-    def _moved_otherwise(self) -> list[Any]:
-        return [holder for holder in self.holders if holder.marked() != holder.mark]
-
-    def renewed(self, renewed: Mapping[int, int]) -> Comparison:
-        """Return the comparison with versions replaced by new ones; its mark stays valid for a reading."""
-        later = copy.copy(self)  # another thread may be comparing with this one
-        later._versions = self._versions.copy()
-        for at, version in enumerate(self._versions):
-            if version in renewed:
-                later._versions[at] = renewed[version]
-                holder = self._by_version[at]
-                holder.mark = holder.mark[0], renewed[version], *holder.mark[2:]
-        before = self._version
-        if before is not None and before in renewed:
-            later._version = renewed[before]
-            self.root.mark = self.root.mark[0], renewed[before], *self.root.mark[2:]
-        return later
-
-    def after(self, moved: Sequence[Any], key: Any) -> Comparison:
-        """Return the comparison for the values after these holders were read again."""
-        versioned = self._at.keys() | ({id(self.root)} if self._version is not None else set())
-        if any(id(holder) not in versioned or holder.buffers or type(holder.mark[1]) is not int for holder in moved):
-            return Comparison(self.root, self.holders, key)
-        later = copy.copy(self)  # another thread may be comparing with this one
-        later.key, later.mark, later._versions = key, object(), self._versions.copy()
-        for holder in moved:
-            for at in self._at.get(id(holder), ()):
-                later._versions[at] = holder.mark[1]
-            if holder is self.root:
-                later._version = holder.mark[1]
-        return later
-
-
-def _children_of(
-    root: MarkedHolder | None, by_version: Sequence[MarkedHolder]
-) -> tuple[bool, list[dict[str, Any]], list[MarkedHolder]]:
-    """Find the modules whose children all show their `__dict__` to the garbage collector.
-
-    Returns:
-        True if the root is such a module; the attributes of the others; and the holders of all their children in order.
-    """
-    by_container = {id(holder.container): holder for holder in by_version if holder.owner is not None}
-    is_parent, parents, children = False, [], []
-    for parent in [*([root] if root is not None else ()), *by_container.values()]:
-        attributes = parent.find()
-        registry = attributes.get("_modules")
-        if registry and type(registry) is dict:
-            modules = [child for child in gc.get_referents(registry) if child is not None]
-            holders = [holder for child in modules if (holder := by_container.get(id(own_dict(child)))) is not None]
-            if len(holders) == len(modules) and all(map(_shows_dict, modules, holders)):
-                children += holders
-                if parent is root:
-                    is_parent = True
-                else:
-                    parents.append(attributes)
-    return is_parent, parents, children
-
-
-def _has_children(holder: MarkedHolder) -> bool:
-    """True if a holder has the attributes of a module with children, other than the root."""
-    attributes = holder.container if holder.owner is not None and isinstance(holder.container, dict) else {}
-    return isinstance(attributes.get("_modules"), dict) and bool(_children(attributes))
-
-
-def _shows_dict(thing: Any, holder: MarkedHolder) -> bool:
-    """True if an object shows exactly two referents to the garbage collector: its holder's dict, and its class."""
-    referents = gc.get_referents(thing)
-    is_shown = thing is _owner_of(holder) and len(referents) == 2
-    return is_shown and referents[0] is holder.container and referents[1] is type(thing)
-
-
-def _owner_of(holder: MarkedHolder) -> Any:
-    """Return the object whose attributes a holder has; None if it is gone."""
-    return None if holder.owner is None else holder.owner()
-
-
-def _has_version(holder: MarkedHolder) -> bool:
-    """True if the mark of a holder contains the version of a dict."""
-    return type(holder.mark[1][0] if type(holder.mark[1]) is tuple else holder.mark[1]) is int
-
-
-def _shows_slots(holder: MarkedHolder) -> bool:
-    """True if an object has only slots, and shows all their values to the garbage collector."""
-    if holder.mark is None or holder.mark[0] is not False:
-        return False
-    thing, values = _owner_of(holder), holder.find()
-    if own_dict(thing) or len(slots_of(type(thing))) != len(values):
-        return False
-    # Slots in C may hold plain numbers, which the collector does not see, and read as None if empty.
-    shown = collections.Counter(map(id, gc.get_referents(thing)))
-    return collections.Counter(map(id, values.values())) <= shown

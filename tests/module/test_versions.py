@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import simplegraph as sg
-from simplegraph.guard import holders, links, reading, versions
+from simplegraph.guard import comparison, holders, links, reading, versions
 from tests.module.answers import close
 from tests.module.stateful import captured, rows
 
@@ -69,7 +69,7 @@ def test_a_steady_call_reads_no_value_again(device, monkeypatch, kind):
         pass
     read = []
     monkeypatch.setattr(holders.ValueHolder, "read", lambda self, _: read.append(self.name))
-    monkeypatch.setattr(reading.Comparison, "moved", lambda self, _: read.append(self))
+    monkeypatch.setattr(comparison.Comparison, "moved", lambda self, _: read.append(self))
     assert all(served(model, module, device) for _ in range(3))
     assert read == []
 
@@ -656,15 +656,15 @@ def test_what_a_function_reaches_is_read_at_once(device, monkeypatch):
 
 LOOP = """
 import sys, torch, simplegraph as sg
-from simplegraph.guard import reading
+from simplegraph.guard import comparison
 
 class Scaled(torch.nn.Module):
     def forward(self, x):
         return x * SCALE + len(sys.path) * 0
 
 SCALE, looked = 2.0, []
-moved, torch.backends.mkldnn.enabled = reading.Comparison.moved, False
-reading.Comparison.moved = lambda self, attributes: looked.append(1) or moved(self, attributes)
+moved, torch.backends.mkldnn.enabled = comparison.Comparison.moved, False
+comparison.Comparison.moved = lambda self, attributes: looked.append(1) or moved(self, attributes)
 model = sg.wrap(Scaled().eval(), capture_sizes=[2], progress=False)
 for number in range(12):
     y = model(torch.ones(2, 4))

@@ -204,9 +204,9 @@ MUTANTS = [
     ),
     Mutant(
         "a comparison takes other attributes of a submodule for what they were",
-        "guard/reading.py",
-        "dicts = [*referents[::2], *dicts]  # no two dicts ever have the same version",
-        "dicts = [*(holder.container for holder in self._by_version[: len(self._classes)]), *dicts]",
+        "guard/comparison.py",
+        "versioned = [*referents[::2], *versioned]  # no two dicts ever have the same version",
+        "versioned = [*dicts.shown, *versioned]",
         ("tests/module/test_versions.py",),
     ),
     Mutant(

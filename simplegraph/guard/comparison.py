@@ -1,0 +1,490 @@
+"""Compare the plain values that a call reads with earlier ones, by versions of dicts first and with little Python.
+
+A `ValueHolder` holds plain values, and its mark says which. A `Comparison` compares all holders at every call, each in
+the quickest way that its kind allows.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextvars
+import copy
+import gc
+import itertools
+import operator
+import types
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+from simplegraph.base.objects import identity_hash, own_dict
+from simplegraph.base.walk import keys_in_order, slots_of, values_in_order
+from simplegraph.guard import versions
+from simplegraph.guard.links import getter
+from simplegraph.program.snapshot import ABSENT
+
+_chain = itertools.chain.from_iterable
+_find = operator.methodcaller("find")
+_children = operator.itemgetter("_modules")
+_HOLDS_NOTHING = frozenset({str, int, float, bool, type(None)})
+_ITERATED = frozenset({list, set})  # classes whose referents for the garbage collector are exactly their items
+_IS_LAST_FIRST = gc.get_referents([0, 1]) == [1, 0]  # True if the collector lists the last item of a list first
+
+
+class MarkedHolder(Protocol):
+    """Holds plain values, and has a mark that changes if a value does; see `ValueHolder`."""
+
+    container: Any
+    owner: Callable[[], Any] | None
+    cell: types.CellType | None
+    function: types.FunctionType | None
+    variable: Callable[[], contextvars.ContextVar[Any]] | None
+    is_wide: bool
+    buffers: list[Any]
+    mark: Any
+
+    def find(self) -> Any: ...
+
+    def marked(self) -> Any: ...
+
+
+class _Ways:
+    """Divides holders by the quickest way to compare them.
+
+    Args:
+        root: the holder of the module's own attributes; None for a function.
+        compared: the holders to divide.
+
+    Attributes:
+        by_version: dicts that are kept alive, and whose version shows each change.
+        by_items: lists, sets and empty dicts, whose items the garbage collector shows.
+        cells: the filled cells of closures, whose content it shows.
+        functions: functions, whose code and defaults it shows.
+        slotted: objects that have only slots, whose values it shows.
+        variables: context variables.
+        by_clock: dicts that need not be read while the clock of versions stands still.
+        by_mark: all others, whose marks are made anew at every call.
+    """
+
+    def __init__(self, root: MarkedHolder | None, compared: Sequence[MarkedHolder]) -> None:
+        self.by_version = [
+            holder
+            for holder in compared
+            if issubclass(type(holder.container), dict) and type(holder.mark[1]) is int and not holder.buffers
+        ]
+        quick = [holder for holder in compared if not (holder.is_wide or holder.buffers)]
+        self.by_items = [
+            holder
+            for holder in quick
+            if type(holder.container) in _ITERATED or (type(holder.container) is dict and not holder.container)
+        ]
+        # An empty cell has no item: if it took the value of the next cell, all items would be the same as before.
+        self.cells = [holder for holder in quick if holder.cell is not None and holder.mark[1][0]]
+        self.functions = [holder for holder in quick if holder.function is not None]
+        viewed = (holder for holder in quick if holder.owner is not None and holder.container is None)
+        self.slotted = [holder for holder in viewed if _shows_slots(holder)]
+        self.variables = [holder for holder in quick if holder.variable is not None]
+        # What slots and variables hold now is taken for what was read. If it changed meanwhile, the mark shows that.
+        unchanged = [holder for holder in (*self.slotted, *self.variables) if holder.marked() == holder.mark]
+        quickly = set(map(id, (*self.by_version, *self.by_items, *self.cells, *self.functions, *unchanged)))
+        others = [holder for holder in compared if id(holder) not in quickly]
+        self.by_clock = _compared_by_clock(others, [*self.by_version, *([root] if root is not None else ())])
+        self.by_mark = [holder for holder in others if holder not in self.by_clock]
+
+
+def _compared_by_clock(others: Sequence[MarkedHolder], versioned: Sequence[MarkedHolder]) -> list[MarkedHolder]:
+    """Find dicts that need not be read while the clock of versions stands still.
+
+    They are not kept alive, but found again at each call. If a dict whose version is compared holds them, they are the
+    same while the clock stands still. Otherwise another dict may take their place and their id, which the clock does
+    not show. A weak reference shows the end of an OrderedDict; its order is read each time.
+
+    Args:
+        others: holders that cannot be compared in a quicker way.
+        versioned: holders of dicts whose version is compared.
+    """
+    found = [
+        holder
+        for holder in others
+        if _has_version(holder) and holder.owner is None and not (holder.buffers or holder.is_wide)
+    ]
+    if not found:
+        return []
+    held = set(map(identity_hash, gc.get_referents(*map(_find, (*versioned, *found)))))
+    return [holder for holder in found if _has_own_order(holder) or identity_hash(holder.find()) in held]
+
+
+class _ItemHolders:
+    """Everything whose items are compared one by one.
+
+    Attributes:
+        boxes: lists, sets, empty dicts and cells, whose items the garbage collector shows.
+        lists: the boxes that are no cells.
+        lengths: their lengths: an item that moved from one list to the next would not show otherwise.
+        slotted: functions that return the objects that have only slots.
+        no_attributes: the empty `__dict__` of those of these objects that have one.
+        variables: functions that return context variables.
+        orders: weak references to the OrderedDicts whose order is compared.
+        has_more: True if there are items that `read_more` reads.
+    """
+
+    def __init__(self, ways: _Ways) -> None:
+        self.boxes: list[Any] = [*(holder.container for holder in ways.by_items), *(cell.cell for cell in ways.cells)]
+        self.lists: list[Any] = [holder.container for holder in ways.by_items]
+        self.lengths = list(map(len, self.lists))
+        self.slotted: list[Any] = [holder.owner for holder in ways.slotted]
+        owners = map(_owner_of, ways.slotted)
+        self.no_attributes = [attributes for owner in owners if (attributes := own_dict(owner)) is not None]
+        self.variables: list[Any] = [holder.variable for holder in ways.variables]
+        self.orders = [weakref.ref(holder.find()) for holder in ways.by_clock if _has_own_order(holder)]
+        self.has_more = bool(self.slotted or self.variables or self.orders)
+
+    def read_more(self) -> list[Any]:
+        """Read the slots of objects, by the garbage collector; context variables; and the order of dicts."""
+        values = gc.get_referents(*[owner() for owner in self.slotted])
+        values += map(contextvars.ContextVar.get, [find() for find in self.variables], itertools.repeat(ABSENT))
+        return values + list(_chain(map(keys_in_order, [container() for container in self.orders])))
+
+
+class _ExpectedItems:
+    """What the items of all `_ItemHolders` are expected to be, in the order in which they are read.
+
+    Attributes:
+        number: the number of items.
+        plain_at: returns the values among the items that refer to nothing else.
+        plain: these values; they are kept alive, and compared by identity without a hash.
+        hashed_at: returns the other items, which are not kept alive.
+        ids: their ids.
+        kinds: their classes, since an id may be used again.
+    """
+
+    def __init__(self, ways: _Ways, holders: _ItemHolders) -> None:
+        boxes = [*ways.by_items, *ways.cells]
+        orders = [-1 if _IS_LAST_FIRST and type(holder.container) is list else 1 for holder in boxes]
+        # What boxes hold was read before, and their marks have it. What slots and variables hold is read now.
+        ids, kinds = (
+            list(_chain(holder.mark[1][part][::order] for holder, order in zip(boxes, orders, strict=True)))
+            for part in (0, 1)
+        )
+        items = gc.get_referents(*holders.boxes) + (holders.read_more() if holders.has_more else [])
+        ids += map(identity_hash, items[len(ids) :])
+        kinds += map(type, items[len(kinds) :])
+        is_read = list(map(identity_hash, items)) == ids and list(map(type, items)) == kinds
+        plain_at = [at for at, kind in enumerate(kinds) if is_read and kind in _HOLDS_NOTHING]
+        self.number = len(ids)
+        self.plain_at, self.hashed_at = getter(plain_at), getter(sorted({*range(len(ids))} - {*plain_at}))
+        self.plain = self.plain_at(items)
+        self.ids, self.kinds = self.hashed_at(ids), self.hashed_at(kinds)
+
+
+class _VersionedDicts:
+    """Dicts that are compared by their version, in the order in which their versions are read.
+
+    First come those of children and objects that show their `__dict__` and class to the garbage collector. Both are
+    read at every call, since an object may get another `__dict__`. All other dicts are kept alive.
+
+    Attributes:
+        parents: the attributes of modules, except the root, whose children all show their `__dict__`.
+        is_parent: True if the root is such a module, too.
+        objects: functions that return other objects that show their `__dict__`.
+        classes: the classes of these children and objects.
+        shown: the dicts of these children and objects.
+        shown_ids: the ids of these dicts.
+        kept: the other dicts.
+        owners: for each object that does not show its `__dict__`: a function that returns it, its `__dict__`, and its
+            class.
+        holders: the holders of all dicts, in the order in which their versions are read.
+        indices: by the id of a holder, the indices of its versions.
+    """
+
+    def __init__(self, root: MarkedHolder | None, ways: _Ways) -> None:
+        self.is_parent, self.parents, children = _children_of(root, ways.by_version)
+        children_ids = set(map(id, children))
+        owned = [
+            holder
+            for holder in (*ways.by_version, *ways.by_items)
+            if holder.owner is not None and id(holder) not in children_ids
+        ]
+        objects = [holder for holder in owned if type(holder.mark[1]) is int and _shows_dict(_owner_of(holder), holder)]
+        self.objects: list[Any] = [holder.owner for holder in objects]
+        showing = [*children, *objects]
+        showing_ids = set(map(id, showing))
+        self.classes = [type(_owner_of(holder)) for holder in showing]
+        self.shown = [holder.container for holder in showing]
+        self.shown_ids = frozenset(map(id, self.shown))
+        self.owners: list[Any] = [
+            (holder.owner, holder.container, type(_owner_of(holder)))
+            for holder in owned
+            if id(holder) not in showing_ids
+        ]
+        kept = [holder for holder in ways.by_version if id(holder) not in showing_ids]
+        self.kept = [holder.container for holder in kept]
+        self.holders = [*showing, *kept]
+        self.indices: dict[int, list[int]] = {}
+        for at, holder in enumerate(self.holders):
+            self.indices.setdefault(id(holder), []).append(at)
+
+
+class _Families:
+    """The children of modules, for Python releases on which versions do not show them.
+
+    Args:
+        root: the holder of the module's own attributes; None for a function.
+        holders: all holders.
+
+    Attributes:
+        parents: the attributes of modules with children, except the root.
+        is_parent: True if the root has children, too.
+        children: the ids of all children.
+    """
+
+    def __init__(self, root: MarkedHolder | None, holders: Sequence[MarkedHolder]) -> None:
+        self.parents: list[dict[str, Any]] = [holder.container for holder in filter(_has_children, holders)]
+        attributes = {} if root is None else root.find()
+        self.is_parent = root is not None and bool(_children(attributes))
+        self.children = self.read(attributes)
+
+    def read(self, attributes: dict[str, Any]) -> list[int]:
+        """Return the ids of all children of modules; `attributes` are the module's own."""
+        parents = [attributes, *self.parents] if self.is_parent else self.parents
+        return list(map(id, _chain(map(values_in_order, map(_children, parents)))))
+
+
+class Comparison:
+    """Compares the plain values of holders with their earlier values, with as little Python as possible.
+
+    It reads the class and `__dict__` of children and objects by the garbage collector, which is much faster than by
+    Python.
+
+    Args:
+        root: the holder of the module's own attributes, which are not kept alive; None for a function.
+        holders: all holders.
+        key: the key of the values; None if it was not made yet.
+
+    Attributes:
+        mark: an object that identifies the comparison without keeping it alive.
+        moment: the moment of `versions.clock` when the comparison last held; None without a clock.
+    """
+
+    def __init__(self, root: Any, holders: Sequence[Any], key: Any) -> None:
+        self.root, self.holders, self.key, self.mark = root, holders, key, object()
+        self.moment: object = None
+        compared = [
+            holder for holder in holders if holder is not root or versions.dict_version is None or holder.buffers
+        ]
+        ways = _Ways(root, compared)
+        self._functions = [holder.function for holder in ways.functions]
+        self._code_parts = gc.get_referents(*self._functions)  # code and defaults among them
+        self._item_holders = _ItemHolders(ways)
+        self._items = _ExpectedItems(ways, self._item_holders)
+        self._by_clock, self._by_mark = ways.by_clock, ways.by_mark
+        self._clock_marks = [holder.mark for holder in self._by_clock]
+        self._marks = [holder.mark for holder in self._by_mark]
+        self._containers = frozenset(id(holder.container) for holder in compared if not holder.is_wide) - {id(None)}
+        self._dicts = _VersionedDicts(root, ways)
+        self._versions = [holder.mark[1] for holder in self._dicts.holders]
+        # The version of the module's own attributes; None if they are compared as those of other holders are.
+        self._own_version = root.mark[1] if root is not None and root not in compared else None
+        self._families = _Families(root, holders) if versions.dict_version is None else None
+
+    def holds(self, attributes: dict[str, Any]) -> bool:
+        """True if no value changed; `attributes` are the module's own. It sets only `moment`, so it needs no lock."""
+        version: Any = versions.dict_version
+        clock, moment = versions.clock if version is not None else None, None
+        try:
+            if clock is not None:  # before any dict is read
+                with clock.lock:
+                    before, clock.last = clock.last, version({})
+                    clock.moment = clock.moment if clock.last == before + 1 else object()
+                    moment = clock.moment
+            is_quiet = moment is not None and moment is self.moment  # no dict whose version was taken has changed
+            if self._own_version is not None and version(attributes) != self._own_version:
+                return False
+            if version is None and not self.has_children(attributes):
+                return False
+            # Dicts, and the objects that have them.
+            dicts = self._dicts
+            versioned = dicts.kept
+            if dicts.classes:
+                objects = [owner() for owner in dicts.objects]
+                parents = [attributes, *dicts.parents] if dicts.is_parent else dicts.parents
+                referents = gc.get_referents(*gc.get_referents(*map(_children, parents)), *objects)
+                if referents[1::2] != dicts.classes:
+                    return False
+                if is_quiet:
+                    if not all(map(operator.is_, referents[::2], dicts.shown)):
+                        return False
+                else:
+                    versioned = [*referents[::2], *versioned]  # no two dicts ever have the same version
+            if not is_quiet and versioned and list(map(version, versioned)) != self._versions:
+                return False
+            for owner, container, kind in dicts.owners:
+                thing = owner()
+                if type(thing) is not kind or own_dict(thing) is not container:
+                    return False
+            # Functions.
+            if self._functions:
+                code_parts = gc.get_referents(*self._functions)
+                # By identity, past the ``__eq__`` of defaults.
+                if len(code_parts) != len(self._code_parts) or not all(map(operator.is_, code_parts, self._code_parts)):
+                    return False
+            # Items of lists, sets and cells, slots and context variables.
+            holders, expected = self._item_holders, self._items
+            if expected.number or holders.lists:
+                items = gc.get_referents(*holders.boxes)
+                if holders.has_more:
+                    items += holders.read_more()
+                if len(items) != expected.number:
+                    return False
+                if not all(map(operator.is_, expected.plain_at(items), expected.plain)):
+                    return False
+                hashed = expected.hashed_at(items)
+                if tuple(map(identity_hash, hashed)) != expected.ids or tuple(map(type, hashed)) != expected.kinds:
+                    return False
+                if list(map(len, holders.lists)) != holders.lengths:
+                    return False
+            if any(holders.no_attributes):
+                return False
+        except Exception:  # a value that cannot be read counts as changed
+            return False
+        # All others.
+        if not is_quiet and [holder.marked() for holder in self._by_clock] != self._clock_marks:
+            return False
+        if self._by_mark and [holder.marked() for holder in self._by_mark] != self._marks:
+            return False
+        self.moment = moment
+        return True
+
+    def has_children(self, attributes: dict[str, Any]) -> bool:
+        """True if modules have the same children; for Python releases on which versions do not show that."""
+        families: Any = self._families
+        return versions.dict_version is not None or families.read(attributes) == families.children
+
+    def covers(self, containers: Iterable[Any], attributes: dict[str, Any]) -> bool:
+        """True if all values in these containers are compared; `attributes` are the module's own."""
+        by_own_version = attributes if self._own_version is not None else None
+        return all(
+            container is by_own_version or id(container) in self._containers or issubclass(type(container), tuple)
+            for container in containers
+        )
+
+    def covers_versions(self, dicts: Iterable[dict[str, Any]]) -> bool:
+        """True if the versions of these dicts are compared, and the owner of each dict and its class."""
+        return self._dicts.shown_ids.issuperset(map(id, dicts))
+
+    def moved(self, attributes: dict[str, Any]) -> list[Any]:
+        """List the holders whose values changed; if all others are unchanged, only those with versions are compared."""
+        version: Any = versions.dict_version
+        if version is None:
+            return self._moved_otherwise()
+        later = copy.copy(self)
+        later._versions = [version(holder.container) for holder in self._dicts.holders]
+        moved = {
+            id(holder): holder
+            for holder, now, before in zip(self._dicts.holders, later._versions, self._versions, strict=True)
+            if now != before
+        }
+        if self.root is not None and self._own_version is not None:
+            later._own_version = version(attributes)
+            if later._own_version != self._own_version:
+                moved[id(self.root)] = self.root
+        return list(moved.values()) if later.holds(attributes) else self._moved_otherwise()
+
+    def _moved_otherwise(self) -> list[Any]:
+        """List the holders whose marks changed."""
+        return [holder for holder in self.holders if holder.marked() != holder.mark]
+
+    def renewed(self, renewed: Mapping[int, int]) -> Comparison:
+        """Return the comparison with versions replaced by new ones; its mark stays valid for a reading."""
+        later = copy.copy(self)  # another thread may be comparing with this one
+        later._versions = self._versions.copy()
+        for at, version in enumerate(self._versions):
+            if version in renewed:
+                later._versions[at] = renewed[version]
+                holder = self._dicts.holders[at]
+                holder.mark = holder.mark[0], renewed[version], *holder.mark[2:]
+        before = self._own_version
+        if before is not None and before in renewed:
+            later._own_version = renewed[before]
+            self.root.mark = self.root.mark[0], renewed[before], *self.root.mark[2:]
+        return later
+
+    def after(self, moved: Sequence[Any], key: Any) -> Comparison:
+        """Return the comparison for the values after these holders were read again."""
+        indices = self._dicts.indices
+        versioned = indices.keys() | ({id(self.root)} if self._own_version is not None else set())
+        if any(id(holder) not in versioned or holder.buffers or type(holder.mark[1]) is not int for holder in moved):
+            return Comparison(self.root, self.holders, key)
+        later = copy.copy(self)  # another thread may be comparing with this one
+        later.key, later.mark, later._versions = key, object(), self._versions.copy()
+        for holder in moved:
+            for at in indices.get(id(holder), ()):
+                later._versions[at] = holder.mark[1]
+            if holder is self.root:
+                later._own_version = holder.mark[1]
+        return later
+
+
+def _children_of(
+    root: MarkedHolder | None, by_version: Sequence[MarkedHolder]
+) -> tuple[bool, list[dict[str, Any]], list[MarkedHolder]]:
+    """Find the modules whose children all show their `__dict__` to the garbage collector.
+
+    Returns:
+        True if the root is such a module; the attributes of the others; and the holders of all their children in order.
+    """
+    by_container = {id(holder.container): holder for holder in by_version if holder.owner is not None}
+    is_parent, parents, children = False, [], []
+    for parent in [*([root] if root is not None else ()), *by_container.values()]:
+        attributes = parent.find()
+        registry = attributes.get("_modules")
+        if registry and type(registry) is dict:
+            modules = [child for child in gc.get_referents(registry) if child is not None]
+            holders = [holder for child in modules if (holder := by_container.get(id(own_dict(child)))) is not None]
+            if len(holders) == len(modules) and all(map(_shows_dict, modules, holders)):
+                children += holders
+                if parent is root:
+                    is_parent = True
+                else:
+                    parents.append(attributes)
+    return is_parent, parents, children
+
+
+def _has_children(holder: MarkedHolder) -> bool:
+    """True if a holder has the attributes of a module with children, other than the root."""
+    attributes = holder.container if holder.owner is not None and isinstance(holder.container, dict) else {}
+    return isinstance(attributes.get("_modules"), dict) and bool(_children(attributes))
+
+
+def _shows_dict(thing: Any, holder: MarkedHolder) -> bool:
+    """True if an object shows exactly two referents to the garbage collector: its holder's dict, and its class."""
+    referents = gc.get_referents(thing)
+    is_shown = thing is _owner_of(holder) and len(referents) == 2
+    return is_shown and referents[0] is holder.container and referents[1] is type(thing)
+
+
+def _owner_of(holder: MarkedHolder) -> Any:
+    """Return the object whose attributes a holder has; None if it is gone."""
+    return None if holder.owner is None else holder.owner()
+
+
+def _has_version(holder: MarkedHolder) -> bool:
+    """True if the mark of a holder contains the version of a dict."""
+    return type(holder.mark[1][0] if type(holder.mark[1]) is tuple else holder.mark[1]) is int
+
+
+def _has_own_order(holder: MarkedHolder) -> bool:
+    """True if a holder of a dict with a version is an OrderedDict, whose order has no version: its mark contains it."""
+    return type(holder.mark[1]) is tuple
+
+
+def _shows_slots(holder: MarkedHolder) -> bool:
+    """True if an object has only slots, and shows all their values to the garbage collector."""
+    if holder.mark is None or holder.mark[0] is not False:
+        return False
+    thing, values = _owner_of(holder), holder.find()
+    if own_dict(thing) or len(slots_of(type(thing))) != len(values):
+        return False
+    # Slots in C may hold plain numbers, which the collector does not see, and read as None if empty.
+    shown = collections.Counter(map(id, gc.get_referents(thing)))
+    return collections.Counter(map(id, values.values())) <= shown
