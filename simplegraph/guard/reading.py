@@ -12,7 +12,7 @@ import itertools
 import operator
 import weakref
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -59,10 +59,114 @@ _same_addresses: Any = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", 
 FEW_TENSORS = 48  # whose addresses are compared in the time that an allocator takes to say if it returned memory
 _CPU = torch.device("cpu")
 
+# The entries that the attributes of a module must have, and its dict; None if the dict is not kept alive.
+_ModuleEntries = tuple[AttributeEntries, "dict[str, Any] | None"]
 
-def _is_allocated(tensor: Tensor) -> bool:
-    """True if torch's allocator made the memory of a tensor: not another library, or another process."""
-    return has_address(tensor) and bool(tensor.untyped_storage().resizable())
+
+class _Sources:
+    """The dicts and containers that a reading reads, except the attributes of the module itself.
+
+    Args:
+        modules: the module first, then everything below it.
+        leading: chains of links to tensors and modules.
+        to_values: chains of links to all other slots.
+
+    Attributes:
+        attributes: the attributes of each submodule.
+        filled: the attributes of submodules that have parameters, of those that have buffers, and of those that have
+            children.
+        empty: empty registries.
+        leading: slots that lead to tensors and modules; None if there are none.
+        values: the values of all other slots, grouped by the attribute or the container that leads to them.
+        entries: the expected attributes of modules, in the order in which the modules are read.
+        uncovered: the mark of the latest comparison, followed by those of `values` that it does not cover.
+    """
+
+    def __init__(
+        self, modules: Sequence[nn.Module], leading: list[Sequence[Link]], to_values: Iterable[Sequence[Link]]
+    ) -> None:
+        root, *children = modules
+        self.attributes = [vars(child) for child in children]
+        # The registries of TorchScript modules are no dicts: links lead to their tensors.
+        with_registries = [vars(child) for child in children if not issubclass(type(child), ScriptModule)]
+        self.filled = [[attributes for attributes in with_registries if attributes[name]] for name in REGISTRIES]
+        self.empty = [attributes[name] for attributes in with_registries for name in REGISTRIES if not attributes[name]]
+        of_modules = [vars(root), *self.attributes]
+        self.leading = Slots(of_modules, leading) if leading else None
+        self.values = [SlotValues(of_modules, chains) for chains in _chains_by_start(of_modules, to_values)]
+        self.entries: list[_ModuleEntries] = []
+        self.uncovered: list[Any] = [None]
+
+
+def _chains_by_start(
+    attributes: list[dict[str, Any]], chains: Iterable[Sequence[Link]]
+) -> Iterable[list[Sequence[Link]]]:
+    """Group chains of links by the attribute of a module, or else by the container, at which they begin.
+
+    No comparison covers the objects that a function reaches, so they are one group.
+    """
+    of_modules = set(map(id, attributes))
+    groups: dict[tuple[int, Any], list[Sequence[Link]]] = {}
+    for chain in chains:
+        holder, key, _ = chain[0]
+        groups.setdefault((id(holder), key if id(holder) in of_modules else None), []).append(chain)
+    return groups.values()
+
+
+def _entries_in_order(
+    modules: Sequence[nn.Module], entries: Sequence[AttributeEntries], held: Iterable[nn.Module]
+) -> list[_ModuleEntries]:
+    """List the expected attributes of the first module, and then of each module that registries and slots hold.
+
+    Args:
+        modules: all modules.
+        entries: the expected attributes of each of them.
+        held: the modules in the order in which they are read at every call; a shared one comes more than once.
+    """
+    by_dict: dict[int, _ModuleEntries] = {
+        id(vars(module)): (expected, vars(module)) for module, expected in zip(modules, entries, strict=True)
+    }
+    root = by_dict[id(vars(modules[0]))] = entries[0], None  # not kept alive: a child may hold the module itself
+    # For a module that another thread added since the survey: it never holds, which leads to another survey.
+    added = AttributeEntries({}, ()), None
+    return [root, *(by_dict.get(id(_get(module, "__dict__")), added) for module in held)]
+
+
+class _Hooks:
+    """The hooks of modules.
+
+    Attributes:
+        filled: the registries that had hooks.
+        before: copies of these.
+        empty: the registries that had none, and are read only after a hook was registered somewhere.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        registries: list[dict[int, Any]] = [vars(module)[name] for module in modules for name in HOOKS]
+        self.filled = [registry for registry in registries if registry]
+        self.before = [registry.copy() for registry in self.filled]  # of their class, which may count the order
+        self.empty = [registry for registry in registries if not registry]
+
+
+class _RegistryReader:
+    """How registries are read: their values at every call, and their names after a change.
+
+    Attributes:
+        values_of: returns the values in registries.
+        names_of: returns the names in a registry.
+        names: the expected names in each registry.
+    """
+
+    def __init__(self, registries: Sequence[dict[str, Any]]) -> None:
+        # Reordering an OrderedDict does not change its version.
+        has_orders = any(issubclass(type(registry), collections.OrderedDict) for registry in registries)
+        self.names_of: Callable[[Any], Iterable[Any]] = keys_in_order if has_orders else dict.keys
+        self.names = list(map(list, map(self.names_of, registries)))
+        plainly = list(map(id, _values_of(*registries)))
+        is_quick = list(map(id, gc.get_referents(*registries))) == plainly  # of dicts of a class, or other keys, not
+        self.values_of: Callable[..., list[Any]] = gc.get_referents if is_quick else _values_of
+        if has_orders:
+            self.values_of = _ordered_values_of
 
 
 def _values_of(*registries: dict[str, Any]) -> list[Any]:
@@ -75,27 +179,91 @@ def _ordered_values_of(*registries: dict[str, Any]) -> list[Any]:
     return list(_chain(map(values_in_order, registries)))
 
 
-class _Sources(NamedTuple):
-    """The dicts and containers that a reading reads, except the attributes of the module itself.
+class _ExpectedValues:
+    """Divides the values that a reading reads, and keeps those that are no tensors and modules.
+
+    Args:
+        values: all values that are read.
+        ignored: the indices of values that do not count.
+        opened: the indices of containers. Their length and their slots are compared, not their identity.
 
     Attributes:
-        attributes: the attributes of each submodule.
-        filled: the attributes of submodules that have parameters, of those that have buffers, and of those that have
-            children.
-        empty: empty registries.
-        leading: slots that lead to tensors and modules; None if there are none.
-        values: the values of all other slots, grouped by the attribute or the container that leads to them.
-        entries: the expected attributes of modules, in the order in which the modules are read, and their dicts.
-        uncovered: the mark of the latest comparison, followed by those of `values` that it does not cover.
+        tensors_at: returns the tensors that have an address.
+        modules_at: returns the modules.
+        numbers_at: returns numbers and other settings.
+        numbers: the expected numbers.
+        number_types: their types.
+        others_at: returns all other values.
+        others: the expected other values; kept alive, so that their ids are not reused.
+        ids: their ids.
     """
 
-    attributes: list[dict[str, Any]]
-    filled: list[list[dict[str, Any]]]
-    empty: list[dict[str, Any]]
-    leading: Slots | None
-    values: list[SlotValues]
-    entries: list[tuple[AttributeEntries, dict[str, Any] | None]]
-    uncovered: list[Any]
+    def __init__(self, values: list[Any], ignored: Collection[int], opened: Collection[int]) -> None:
+        counted = [at for at in range(len(values)) if at not in ignored]
+        tensors = {
+            at
+            for at in counted
+            if issubclass(type(values[at]), Tensor) and (is_wrapper(values[at]) or has_address(values[at]))
+        }
+        rest = [at for at in counted if at not in tensors and at not in opened]
+        numbers = [at for at in rest if type(values[at]) in SETTINGS]
+        modules = [at for at in rest if issubclass(type(values[at]), nn.Module)]
+        self.tensors_at = getter(sorted(tensors))
+        self.modules_at = getter(modules)
+        self.numbers_at = getter(numbers)
+        self.numbers = self.numbers_at(values)
+        self.number_types = list(map(type, self.numbers))
+        self.others_at = getter(sorted(set(rest) - {*numbers, *modules}))
+        self.others = self.others_at(values)
+        self.ids = list(map(identity_hash, self.others))
+
+
+class _ExpectedTensors:
+    """Where the tensors are expected to be, and their layouts. Keeps no tensor alive.
+
+    Args:
+        tensors: the tensors in the order in which they are read at every call.
+
+    Attributes:
+        addresses: their addresses.
+        indices: the index of each address, which `_same_addresses` takes.
+        is_again: True if a tensor comes more than once.
+        again: returns the tensors that came before.
+        first: returns, for each of `again`, the tensor at its first place.
+        once: returns each tensor once.
+        layouts: the shape, dtype and need of a gradient of each tensor, once.
+        views: their strides, and if they are negated or conjugated.
+        checks: by (inference mode, autocast), the quick checks of layouts that were made so far.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self.addresses = list(map(Tensor.data_ptr, tensors))
+        self.indices = list(range(len(tensors)))
+        # `_TensorGuards` accepts each tensor once only; tied weights and parameters of optimizers come twice.
+        first = {id(tensor): at for at, tensor in reversed(list(enumerate(tensors)))}
+        again = [at for at, tensor in enumerate(tensors) if first[id(tensor)] != at]
+        self.is_again = bool(again)
+        self.again, self.first = getter(again), getter([first[id(tensors[at])] for at in again])
+        self.once = getter(sorted(first.values()))
+        once = self.once(tensors)
+        self.layouts = list(map(_layout, once))
+        self.views = [list(map(read, once)) for read in _VIEWS]
+        self.checks: dict[tuple[bool, bool], Any] = {}
+
+    def same_layouts(self, tensors: Sequence[Tensor]) -> bool:
+        """Compare the layouts of tensors in Python, and prepare a faster check for the next call."""
+        views = [list(map(read, tensors)) for read in _VIEWS]
+        if list(map(_layout, tensors)) != self.layouts or views != self.views:
+            return False
+        if _TensorGuards is not None and tensors:
+            check = _TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+            self.checks[_is_inference_mode(), ANY_AUTOCAST()] = check
+        return True
+
+
+def _is_allocated(tensor: Tensor) -> bool:
+    """True if torch's allocator made the memory of a tensor: not another library, or another process."""
+    return has_address(tensor) and bool(tensor.untyped_storage().resizable())
 
 
 class Reading:
@@ -131,107 +299,57 @@ class Reading:
         carried_places: Collection[tuple[int, str]] = (),
         with_gradients: Collection[int] = (),
     ) -> None:
-        root, *children = modules
-        below = [vars(child) for child in children]
-        hooks: list[dict[int, Any]] = [vars(module)[name] for module in modules for name in HOOKS]
-        self._empty_hooks = [registry for registry in hooks if not registry]
-        self._hooks = [registry for registry in hooks if registry]
-        self._hooks_before = [registry.copy() for registry in self._hooks]  # of their class, which may count the order
-        self._handles = RemovableHandle.next_id
-        self._owned, self._watched = owned, watched
-        self._kinds = list({type(module): None for module in modules if not issubclass(type(module), ScriptModule)})
-        self._forwards = [kind.forward for kind in self._kinds]
-        entries, leading, to_values = split_links(modules, links)
-        self._versions: list[int] | None = None  # versions of all attributes when they were last read
-        self._own_version = 0  # version of the module's own attributes
-        self._covered_by: object = None  # the mark of a comparison that compares all these versions itself
+        # What the latest calls found. The id is taken before hooks are read: another thread may register one meanwhile.
+        self._next_hook = RemovableHandle.next_id  # the id of the next hook, when empty registries were last read
+        self._registry_versions: list[int] | None = None  # versions of registries, when their names were last read
+        self._attribute_versions: list[int] | None = None  # versions of modules' attributes, when these were last read
+        self._own_version = 0  # the version of the module's own attributes then
+        self._covered_by: object = None  # the mark of a comparison that compares all other attribute versions itself
         self._moment: object = None  # the moment of the clock of versions when everything was last read and compared
-        attributes = [vars(root), *below]
-        slots = Slots(attributes, leading) if leading else None
-        # No comparison covers the objects that a function reaches, so they are one group.
-        of_modules = set(map(id, attributes))
-        below_one: dict[tuple[int, Any], list[Sequence[Link]]] = {}
-        for chain in to_values:
-            holder, key, _ = chain[0]
-            below_one.setdefault((id(holder), key if id(holder) in of_modules else None), []).append(chain)
-        values_of_slots = [SlotValues(attributes, chains) for chains in below_one.values()]
-        # The registries of TorchScript modules are no dicts: links lead to their tensors.
-        with_registries = [vars(child) for child in children if not issubclass(type(child), ScriptModule)]
-        filled = [[attributes for attributes in with_registries if attributes[name]] for name in REGISTRIES]
-        empty = [attributes[name] for attributes in with_registries for name in REGISTRIES if not attributes[name]]
-        self._sources = [_Sources(below, filled, empty, slots, values_of_slots, [(entries[0], None)], [None])]
-        sources = self._sources  # cleared once a submodule is gone
+        # Hooks, forwards, and tensors that others keep or watch.
+        self._hooks = _Hooks(modules)
+        self._classes = list({type(module): None for module in modules if not issubclass(type(module), ScriptModule)})
+        self._forwards = [kind.forward for kind in self._classes]
+        self._owned, self._watched = owned, watched
+        # What is read: one item, which is cleared once a submodule is gone.
+        entries, leading, to_values = split_links(modules, links)
+        self._sources = sources = [_Sources(modules, leading, to_values)]
         self._deaths = [weakref.ref(module, lambda _: sources.clear()) for module in modules]
-        registries = self._registries(vars(root))
-        # Reordering an OrderedDict does not change its version.
-        has_orders = any(issubclass(type(registry), collections.OrderedDict) for registry in registries)
-        self._keys: Callable[[Any], Iterable[Any]] = keys_in_order if has_orders else dict.keys
-        self._names = list(map(list, map(self._keys, registries)))
-        self._filled: list[int] | None = None  # versions of registries when they were last read
-        plainly = list(map(id, _values_of(*registries)))
-        is_quick = list(map(id, gc.get_referents(*registries))) == plainly  # of dicts of a class, or other keys, not
-        self._values_of: Callable[..., list[Any]] = gc.get_referents if is_quick else _values_of
-        if has_orders:
-            self._values_of = _ordered_values_of
+        # What the values are expected to be, and the lengths of registries and containers.
+        attributes = vars(modules[0])
+        registries = self._registries(attributes)
+        self._reader = _RegistryReader(registries)
         self._with_gradients_at: Callable[[Any], Sequence[Tensor]] | None = None
-        values, self._lengths = self._read(vars(root))
-        if with_gradients:
+        values, self._lengths = self._read(attributes)
+        if with_gradients:  # gradients come after all other values
             self._with_gradients_at = getter([at for at, value in enumerate(values) if id(value) in with_gradients])
             values += map(_grad, self._with_gradients_at(values))
-        registered = self._lengths[0]
         places = [
-            (id(registry), name) for registry, names in zip(registries, self._names, strict=True) for name in names
+            (id(registry), name)
+            for registry, names in zip(registries, self._reader.names, strict=True)
+            for name in names
         ]
         ignored = {at for at, place in enumerate(places) if place in carried_places}
-        tensors = [
-            at
-            for at, value in enumerate(values)
-            if at not in ignored and issubclass(type(value), Tensor) and (is_wrapper(value) or has_address(value))
-        ]
-        # Containers are compared by their length and their slots, not by identity.
-        opened = {registered + at for at in slots.opened} if slots is not None else set()
-        others = sorted(set(range(len(values))) - set(tensors) - ignored - opened)
-        numbers = [at for at in others if type(values[at]) in SETTINGS]
-        modules_at = [at for at in others if issubclass(type(values[at]), nn.Module)]
-        others = sorted(set(others) - {*numbers, *modules_at})
-        self._tensors_at, self._others_at, self._numbers_at = map(getter, (tensors, others, numbers))
-        self._numbers = self._numbers_at(values)
-        self._number_types = list(map(type, self._numbers))
-        self._anchors = self._others_at(values)  # kept alive, so that their ids are not reused
-        self._ids = list(map(identity_hash, self._anchors))
-        self._modules_at = getter(modules_at)
-        held_modules = self._modules_at(values)
-        by_dict: dict[int, tuple[AttributeEntries, dict[str, Any] | None]] = {
-            id(attributes): (entry, attributes) for entry, attributes in zip(entries[1:], below, strict=True)
-        }
-        by_dict[id(vars(root))] = entries[0], None  # not kept alive: a child may hold the module itself
-        # For a module that another thread added since the survey: it never holds, which leads to another survey.
-        added = AttributeEntries({}, ()), None
-        self._sources[0].entries.extend(by_dict.get(id(_get(module, "__dict__")), added) for module in held_modules)
-        self._wraps = any(map(is_wrapper, (*(values[at] for at in tensors), *map(_tensor_of, owned))))
-        self._is_more = self._wraps or bool(owned)
-        live = self._of(values)
-        self._addresses = list(map(Tensor.data_ptr, live))
-        self.shows_releases = len(live) > FEW_TENSORS and all(map(_is_allocated, live))
-        self.shows_releases &= len({tensor.device for tensor in live} - {_CPU}) < 2
+        slots = sources[0].leading
+        opened = {self._lengths[0] + at for at in slots.opened} if slots is not None else set()
+        self._expected = _ExpectedValues(values, ignored, opened)
+        sources[0].entries = _entries_in_order(modules, entries, self._expected.modules_at(values))
+        # Where the tensors are expected to be.
+        found = self._expected.tensors_at(values)
+        self._has_wrappers = any(map(is_wrapper, (*found, *map(_tensor_of, owned))))
+        self._has_wrappers_or_owned = self._has_wrappers or bool(owned)
+        tensors = self._tensors_in(values)
+        self._expected_tensors = _ExpectedTensors(tensors)
+        self.shows_releases = len(tensors) > FEW_TENSORS and all(map(_is_allocated, tensors))
+        self.shows_releases &= len({tensor.device for tensor in tensors} - {_CPU}) < 2
         self.cache_releases: Hashable = None
-        self._indices = list(range(len(live)))
-        # `_TensorGuards` accepts each tensor once only; tied weights and parameters of optimizers come twice.
-        first = {id(tensor): at for at, tensor in reversed(list(enumerate(live)))}
-        again = [at for at, tensor in enumerate(live) if first[id(tensor)] != at]
-        self._is_again = bool(again)
-        self._again, self._first = getter(again), getter([first[id(live[at])] for at in again])
-        self._once = getter(sorted(first.values()))
-        once = self._once(live)
-        self._layouts, self._views = list(map(_layout, once)), [list(map(read, once)) for read in _VIEWS]
-        self._checks: dict[tuple[bool, bool], Any] = {}
 
     def _read(self, attributes: dict[str, Any]) -> tuple[list[Any], list[int]]:
         """Read everything that has no version: the values, and the lengths of containers.
 
         May raise if a place is gone.
         """
-        values = self._values_of(*self._registries(attributes))
+        values = self._reader.values_of(*self._registries(attributes))
         lengths = [len(values)]
         sources = self._sources[0]
         if sources.leading is not None:
@@ -244,17 +362,18 @@ class Reading:
         """Return the module's own registries, and those registries of submodules that were not empty."""
         return [*map(attributes.__getitem__, REGISTRIES), *_chain(map(map, _READERS, self._sources[0].filled))]
 
-    def _of(self, values: list[Any]) -> Sequence[Tensor]:
-        tensors = self._tensors_at(values)
+    def _tensors_in(self, values: list[Any]) -> Sequence[Tensor]:
+        """Return all compared tensors: those among the values, and those without another owner."""
+        tensors = self._expected.tensors_at(values)
         if self._owned:
             tensors = (*tensors, *map(_tensor_of, self._owned))
-        return tuple(part for tensor in tensors for part in parts(tensor)) if self._wraps else tensors
+        return tuple(part for tensor in tensors for part in parts(tensor)) if self._has_wrappers else tensors
 
     def requires_grad(self, attributes: dict[str, Any]) -> bool | None:
         """True if a compared tensor requires grad now; None if this cannot be read."""
         try:
             values, lengths = self._read(attributes)
-            return any(map(_requires_grad, self._of(values))) if lengths == self._lengths else None
+            return any(map(_requires_grad, self._tensors_in(values))) if lengths == self._lengths else None
         except Exception:  # a survey finds the cause
             return None
 
@@ -270,7 +389,7 @@ class Reading:
         try:
             sources = self._sources[0]
             registries = [*map(attributes.__getitem__, REGISTRIES), *_chain(map(map, _READERS, sources.filled))]
-            values = self._values_of(*registries)
+            values = self._reader.values_of(*registries)
             lengths = [len(values)]
             if sources.leading is not None:
                 lengths += map(len, sources.leading.read([attributes, *sources.attributes], values))
@@ -278,18 +397,20 @@ class Reading:
                 return None
             if self._with_gradients_at is not None:
                 values += map(_grad, self._with_gradients_at(values))
-            tensors = self._of(values) if self._is_more else self._tensors_at(values)
+            has_more = self._has_wrappers_or_owned
+            tensors = self._tensors_in(values) if has_more else self._expected.tensors_at(values)
+            expected = self._expected_tensors
             if _same_addresses is not None:
-                if not _same_addresses(list(tensors), self._addresses, self._indices):
+                if not _same_addresses(list(tensors), expected.addresses, expected.indices):
                     return None
-            elif list(map(Tensor.data_ptr, tensors)) != self._addresses:
+            elif list(map(Tensor.data_ptr, tensors)) != expected.addresses:
                 return None
-            if self._is_again:
-                if not all(map(operator.is_, self._again(tensors), self._first(tensors))):
+            if expected.is_again:
+                if not all(map(operator.is_, expected.again(tensors), expected.first(tensors))):
                     return None
-                tensors = self._once(tensors)
-            check = self._checks.get((_is_inference_mode(), ANY_AUTOCAST()))
-            is_same = check.check(*tensors) if check is not None else self._same_layouts(tensors)
+                tensors = expected.once(tensors)
+            check = expected.checks.get((_is_inference_mode(), ANY_AUTOCAST()))
+            is_same = check.check(*tensors) if check is not None else expected.same_layouts(tensors)
             return (registries, values) if is_same else None
         except Exception:  # a survey finds the cause
             return None
@@ -305,16 +426,18 @@ class Reading:
             read: what `tensors` returned for this call; None to compare them now.
         """
         try:
-            sources = self._sources[0]
+            sources, hooks, expected = self._sources[0], self._hooks, self._expected
             version: Any = versions.dict_version
-            if any(sources.empty) or self._hooks != self._hooks_before:
+            # Registries that were empty, hooks, and tensors that only this library holds.
+            if any(sources.empty) or hooks.filled != hooks.before:
                 return False
             if self._owned and any(map(_is_released, held_by_nobody(self._owned))):
                 return False
-            if RemovableHandle.next_id != self._handles:  # a hook was registered somewhere
-                if any(self._empty_hooks):
+            if RemovableHandle.next_id != self._next_hook:  # a hook was registered somewhere
+                if any(hooks.empty):
                     return False
-                self._handles = RemovableHandle.next_id
+                self._next_hook = RemovableHandle.next_id
+            # Tensors.
             moment = None if comparison is None else comparison.moment
             is_quiet = moment is not None and moment is self._moment  # no dict whose version was taken has changed
             # What is noted for a moment must be read after it.
@@ -323,6 +446,7 @@ class Reading:
             if read is None:
                 return False
             registries, values = read
+            # Values of slots, except those that the comparison covers.
             mark, *uncovered_before = sources.uncovered
             is_new = comparison is None or comparison.mark is not mark
             uncovered: list[SlotValues] = []
@@ -334,33 +458,37 @@ class Reading:
                     uncovered.append(slot_values)
             if is_new and comparison is not None:
                 sources.uncovered[:] = comparison.mark, *uncovered
+            # Names in registries: two parameters may have swapped their names.
             if not is_quiet:
-                # Names are compared, too: two parameters may have swapped their names.
-                filled = None if version is None or self._keys is keys_in_order else list(map(version, registries))
-                if filled is None or filled != self._filled:
-                    if list(map(list, map(self._keys, registries))) != self._names:
+                reader = self._reader
+                taken = None if version is None or reader.names_of is keys_in_order else list(map(version, registries))
+                if taken is None or taken != self._registry_versions:
+                    if list(map(list, map(reader.names_of, registries))) != reader.names:
                         return False
-                    self._filled = filled
+                    self._registry_versions = taken
+            # Values that are no tensors and modules.
             if is_quiet and sources.leading is None and self._with_gradients_at is None:
-                pass  # all other values are in registries, and no dict changed
-            elif self._ids and list(map(identity_hash, self._others_at(values))) != self._ids:
+                pass  # all these values are in registries, and no dict changed
+            elif expected.ids and list(map(identity_hash, expected.others_at(values))) != expected.ids:
                 return False
-            elif self._numbers:
-                numbers = self._numbers_at(values)  # types are compared first: a one-element tensor may equal a number
-                if list(map(type, numbers)) != self._number_types or numbers != self._numbers:
+            elif expected.numbers:
+                # Types are compared first: a one-element tensor may equal a number.
+                numbers = expected.numbers_at(values)
+                if list(map(type, numbers)) != expected.number_types or numbers != expected.numbers:
                     return False
+            # Attributes of modules, watched tensors and forwards.
             is_covered = (
                 comparison is not None
                 and comparison.mark is self._covered_by
                 and version(attributes) == self._own_version
             )
-            if not is_covered and not self._look(attributes, self._modules_at(values), comparison):
+            if not is_covered and not self._same_attributes(attributes, expected.modules_at(values), comparison):
                 return False
             if self._watched and not all(map(_is_same, self._watched)):
                 return False
-            if [kind.forward for kind in self._kinds] != self._forwards:
+            if [kind.forward for kind in self._classes] != self._forwards:
                 return False
-            if not is_quiet and self._filled is not None:
+            if not is_quiet and self._registry_versions is not None:
                 self._moment = moment
             return True
         except Exception:  # a survey finds the cause
@@ -368,39 +496,31 @@ class Reading:
 
     def renew(self, renewed: Mapping[int, int]) -> None:
         """Replace versions of dicts: `renewed` maps old versions to new ones."""
-        if self._versions is not None:
-            self._versions = [renewed.get(version, version) for version in self._versions]
-        if self._filled is not None:
-            self._filled = [renewed.get(version, version) for version in self._filled]
+        if self._attribute_versions is not None:
+            self._attribute_versions = [renewed.get(version, version) for version in self._attribute_versions]
+        if self._registry_versions is not None:
+            self._registry_versions = [renewed.get(version, version) for version in self._registry_versions]
         self._own_version = renewed.get(self._own_version, self._own_version)
 
-    def _look(self, attributes: dict[str, Any], modules: Sequence[nn.Module], comparison: Comparison | None) -> bool:
+    def _same_attributes(
+        self, attributes: dict[str, Any], modules: Sequence[nn.Module], comparison: Comparison | None
+    ) -> bool:
         """Compare the attributes of modules whose version changed, and note the versions.
 
         The classes of modules are not compared here: a `Comparison` has them. No two dicts ever have the same version,
         so versions identify the modules, too. Versions are taken before anything is read, since another thread may
         write meanwhile.
         """
-        dicts, before = [attributes, *map(_get, modules, _DICTS)], self._versions
+        dicts, before = [attributes, *map(_get, modules, _DICTS)], self._attribute_versions
         taken = None if versions.dict_version is None else list(map(versions.dict_version, dicts))
         for at, ((entries, expected), actual) in enumerate(zip(self._sources[0].entries, dicts, strict=True)):
             if taken is not None and before is not None and taken[at] == before[at]:
                 continue
             if (expected is not None and expected is not actual) or not entries.hold(actual):
                 return False
-        self._versions = taken
+        self._attribute_versions = taken
         # Reordering an OrderedDict does not change its version.
-        has_orders = self._values_of is not gc.get_referents
+        has_orders = self._reader.values_of is not gc.get_referents
         if taken is not None and comparison is not None and not has_orders and comparison.covers_versions(dicts[1:]):
             self._own_version, self._covered_by = taken[0], comparison.mark
-        return True
-
-    def _same_layouts(self, tensors: Sequence[Tensor]) -> bool:
-        """Compare the layouts of tensors in Python, and prepare a faster check for the next call."""
-        views = [list(map(read, tensors)) for read in _VIEWS]
-        if list(map(_layout, tensors)) != self._layouts or views != self._views:
-            return False
-        if _TensorGuards is not None and tensors:
-            check = _TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
-            self._checks[_is_inference_mode(), ANY_AUTOCAST()] = check
         return True

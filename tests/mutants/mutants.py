@@ -156,14 +156,14 @@ MUTANTS = [
     Mutant(
         "addresses of weights are not compared before a replay",
         "guard/reading.py",
-        "elif list(map(Tensor.data_ptr, tensors)) != self._addresses:",
+        "elif list(map(Tensor.data_ptr, tensors)) != expected.addresses:",
         "elif False:",
         STALE,
     ),
     Mutant(
         "shapes and strides of weights are not compared before a replay",
         "guard/reading.py",
-        "is_same = check.check(*tensors) if check is not None else self._same_layouts(tensors)",
+        "is_same = check.check(*tensors) if check is not None else expected.same_layouts(tensors)",
         "is_same = True",
         STALE,
     ),
@@ -198,7 +198,7 @@ MUTANTS = [
     Mutant(
         "names of parameters and children are not compared",
         "guard/reading.py",
-        "if list(map(list, map(self._keys, registries))) != self._names:",
+        "if list(map(list, map(reader.names_of, registries))) != reader.names:",
         "if False:",
         ("tests/module/test_versions.py",),
     ),
@@ -212,14 +212,14 @@ MUTANTS = [
     Mutant(
         "versions are taken after a change was looked at",
         "guard/reading.py",
-        "        self._versions = taken\n",
-        "        self._versions = list(map(versions.dict_version, dicts)) if versions.dict_version else None\n",
+        "        self._attribute_versions = taken\n",
+        "        self._attribute_versions = list(map(versions.dict_version, dicts)) if taken is not None else None\n",
         ("tests/module/test_versions.py",),
     ),
     Mutant(
         "a registered tensor without an address is not compared before a replay",
         "guard/reading.py",
-        "if self._ids and list(map(identity_hash, self._others_at(values))) != self._ids:",
+        "if expected.ids and list(map(identity_hash, expected.others_at(values))) != expected.ids:",
         "if False:",
         STALE,
     ),
@@ -233,7 +233,7 @@ MUTANTS = [
     Mutant(
         "hooks that were removed are not noticed before a replay",
         "guard/reading.py",
-        " or self._hooks != self._hooks_before",
+        " or hooks.filled != hooks.before",
         "",
         STALE,
     ),
