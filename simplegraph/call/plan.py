@@ -30,8 +30,8 @@ from simplegraph.call.inputs import (
 )
 from simplegraph.call.shared_outputs import SharedOutputs
 from simplegraph.device.protocol import COMPARING_FIRST
-from simplegraph.guard.guards import CapturedState
 from simplegraph.guard.comparison import Comparison
+from simplegraph.guard.guards import CapturedState
 from simplegraph.guard.reading import Reading
 from simplegraph.guard.torch_state import TorchSettings
 from simplegraph.manager.lifecycle import SERVED, CapturedGraph

@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from simplegraph.base.objects import own_dict
+from simplegraph.guard.comparison import Comparison
 from simplegraph.guard.holders import Holders, SearchRoot, ValueHolder
 from simplegraph.guard.key_table import KeyTable
 from simplegraph.guard.places import Changes, Entries, HolderKind, PlacesInCode
-from simplegraph.guard.comparison import Comparison
 from simplegraph.guard.values import has_object
 from simplegraph.program.snapshot import ABSENT
 

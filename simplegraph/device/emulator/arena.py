@@ -161,11 +161,13 @@ class EmulatedThread(threading.local):
 
     Attributes:
         stream: the current stream.
-        recording: the current capture; replaced: the attributes of torch that it replaced, as (owner, name).
+        recording: the current capture; is_recording: True during one.
+        replaced: the attributes of torch that the capture replaced, as (owner, name).
     """
 
     stream = DEFAULT_STREAM
     recording: Any = None
+    is_recording = False
     replaced: Sequence[tuple[Any, str]] = ()
 
     def refuse_in_capture(self, broken_rule: str) -> None:

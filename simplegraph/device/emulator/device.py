@@ -73,7 +73,9 @@ class EmulatorDevice:
         self._cache_releases = 0
         self.drawing_stream = DEFAULT_STREAM
         self._thread = EmulatedThread()
-        self.current_stream = functools.partial(getattr, self._thread, "stream")  # without a frame, as on a GPU
+        # On the path of every replay, so without a Python frame of their own, as on a GPU.
+        self.current_stream = functools.partial(getattr, self._thread, "stream")
+        self.is_capturing = functools.partial(getattr, self._thread, "is_recording")
         self._streams = Streams()
         self.waits = self._streams.waits
         self._memories: weakref.WeakValueDictionary[int, Memory] = weakref.WeakValueDictionary()
@@ -127,9 +129,6 @@ class EmulatorDevice:
             self._thread.refuse_in_capture("the capture stream waited for work that is not captured")
         self._streams.wait(self.current_stream(), stream)
 
-    def is_capturing(self) -> bool:
-        return self._thread.recording is not None
-
     def begin(self, pool: GraphPool, generators: Sequence[torch.Generator] = (), *, continues: bool = False) -> None:
         """Start recording.
 
@@ -141,6 +140,7 @@ class EmulatorDevice:
         if self.current_stream() == DEFAULT_STREAM:
             raise EmulatorError("the default stream cannot be captured; begin inside on_capture_stream().")
         self._thread.recording = EmulatedCapture(pool.handle, self.current_stream(), generators, continues=continues)
+        self._thread.is_recording = True
         # Libraries ask this to avoid work that a capture does not permit, which they must do here as on a GPU.
         replacing: list[tuple[Any, str, Callable[[Any], Any]]] = [
             (torch.cuda, "is_current_stream_capturing", lambda _: self._any_capturing),
@@ -157,7 +157,7 @@ class EmulatorDevice:
         self._thread.replaced = [(owner, name) for owner, name, _ in replacing]
 
     def _end_recording(self) -> None:
-        self._thread.recording = None
+        self._thread.recording, self._thread.is_recording = None, False
         for owner, name in self._thread.replaced:
             patches.restore(owner, name)
 
