@@ -16,9 +16,10 @@ from simplegraph.guard.functions import computes_gradients
 from simplegraph.program.breaks.break_calls import HOLD_MORE, Break, ResultChanged, shown
 from simplegraph.program.breaks.eager import FinishedBreaks
 from simplegraph.program.breaks.marks import breaking_operators
+from simplegraph.serve.proof import GraphOwner
 
 
-def breaks_to_finish(builder: Any, call: Call, error: ResultChanged) -> FinishedBreaks:
+def breaks_to_finish(owner: GraphOwner, call: Call, error: ResultChanged) -> FinishedBreaks:
     """Let the call's size run eagerly from now on; return the breaks that ran in the replay, for an eager run.
 
     The eager run starts the forward again for this call. Each break runs only once: a break that ran in the replay
@@ -27,19 +28,20 @@ def breaks_to_finish(builder: Any, call: Call, error: ResultChanged) -> Finished
     Raises:
         BreakError: an eager run would repeat other effects of the replay, or ``on_capture_failure`` is "raise".
     """
-    table, graph = builder.manager.table, error.graph
+    table, graph = owner.manager.table, error.graph
     if table.graphs.get(call.key) is not graph:
         call = call.at_exact_size()
-    if graph is None or table.graphs.get(call.key) is not graph:  # the graph of a submodule
+    replayed = table.graphs.get(call.key)
+    if replayed is None or replayed is not graph:  # the graph of a submodule
         raise error
-    every = graph.program.breaks
+    every = replayed.program.breaks
     steps = every[: every.index(error.step) + 1]
     returned = error.returned[: len(steps)]
-    why = _hindrance(builder, call, steps, returned)
+    why = _hindrance(owner, call, steps, returned)
     error.graph, error.returned = None, ()  # a kept error must not keep memory alive
     if table.ranks.size == 1:  # other ranks would wait for this rank
         table.device.synchronize()  # a segment still running must not lose its memory
-        builder.refuse(call, error.cause, f"{HOLD_MORE}.")
+        owner.refuse(call, error.cause, f"{HOLD_MORE}.")
     if table.config.on_capture_failure == "raise":
         raise error
     if why:
@@ -48,9 +50,9 @@ def breaks_to_finish(builder: Any, call: Call, error: ResultChanged) -> Finished
     return FinishedBreaks(breaking_operators(), zip([step.function for step in steps], returned, strict=True))
 
 
-def _hindrance(builder: Any, call: Call, steps: Sequence[Break], returned: Sequence[Any]) -> str:
+def _hindrance(owner: GraphOwner, call: Call, steps: Sequence[Break], returned: Sequence[Any]) -> str:
     """Say why an eager run cannot finish the call in place of the replay; empty if it can."""
-    table = builder.manager.table
+    table = owner.manager.table
     if call.padding and any(step.dims is None for step in steps):
         return "the batch was padded, and the break was passed the padding rows"
     if call.binding.draws:
@@ -59,7 +61,7 @@ def _hindrance(builder: Any, call: Call, steps: Sequence[Break], returned: Seque
         return "it is a training step"
     if table.hooks or table.ranks.size > 1:
         return "a backend, or another rank, takes part in it"
-    if builder.seen.read.unseen:
+    if owner.seen.read.unseen:
         return "kernels that torch does not dispatch ran before the break, and may have written anywhere"
     for step in steps:
         if step.effects is None:
@@ -70,7 +72,7 @@ def _hindrance(builder: Any, call: Call, steps: Sequence[Break], returned: Seque
             return f"at the end of {step.name}, {step.effects}"
     if not steps[0].keeps and len(steps) > 1:
         return f"{steps[0].name} ran before, whose result is too large to be kept"
-    inputs = builder.inputs_of[call.key].storages
+    inputs = owner.inputs_of[call.key].storages
     for leaf in (leaf for result in returned for leaf in flatten(result)[0] if not isinstance(leaf, ATOMS)):
         if type(leaf) not in PLAIN_TENSORS or leaf.layout is not torch.strided:
             return f"a break returned {shown(leaf)}, which may hold what the break was passed"

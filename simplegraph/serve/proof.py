@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Protocol
 
 from simplegraph.base.context import bypassed
@@ -14,10 +14,12 @@ from simplegraph.base.reasons import Reason
 from simplegraph.base.tensors import wait_collectives
 from simplegraph.call.call import Call
 from simplegraph.call.external_memory import MemoryInUse, Undo, drawn_generators
+from simplegraph.call.inputs import InputSet
 from simplegraph.call.plan import Plan
 from simplegraph.device.protocol import CAPTURE_LOCK
 from simplegraph.device.saved_state import SavedMemory
 from simplegraph.guard.place_history import IN_BREAK
+from simplegraph.manager.manager import CudaGraphManager
 from simplegraph.manager.replay_proof import OTHER_OPERATORS, Effects, ReplayProof, by_least_precise, first_difference
 from simplegraph.program.escapes import quoted
 from simplegraph.program.index_checks import IndexChecks
@@ -39,9 +41,13 @@ class GraphOwner(Protocol):
     """Owns the graphs of a module, and receives the results of proofs; see `GraphBuilder`.
 
     Attributes:
+        manager: holds the Programs.
+        inputs_of: the static inputs that each Program reads, by key.
         seen: memory that observed runs of the forward used beside the arguments.
     """
 
+    manager: CudaGraphManager
+    inputs_of: dict[Hashable, InputSet]
     seen: MemoryInUse
 
     def keep_external(self, call: Call, observers: Sequence[MemoryObserver], inputs: set[int]) -> None:
