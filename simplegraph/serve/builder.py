@@ -95,11 +95,14 @@ class GraphBuilder(ObservedRuns):
         return call, record
 
     def _has_own_size(self, call: Call) -> bool:
-        """True if a call that must not be padded may have a graph of exactly its size, beside the default sizes.
+        """True if a padded call may have a graph of exactly its size, beside the default sizes.
 
-        No size is added to configured sizes, or with several ranks.
+        It has one if one was captured while batch dimensions were a guess, or if it must not be padded. No size is
+        added to configured sizes, or with several ranks.
         """
-        binding, config = call.binding, self.manager.config
+        binding, config, table = call.binding, self.manager.config, self.manager.table
+        if self.manager.ranks.size == 1 and call.at_exact_size().key in table.graphs:
+            return True
         if not (binding.draws or binding.padding_refusal) or not config.adds_sizes or self.manager.ranks.size > 1:
             return False
         listed = {descriptor for _, descriptor in self.manager.descriptors()}

@@ -148,3 +148,13 @@ def test_a_forward_may_swap_what_it_made(device: torch.device) -> None:
         return y
 
     called(served(swapping, device), device, FEW, 4)
+
+
+@pytest.mark.parametrize("rows", [[5, 5, 3, 5, 5], [5, 5, 5, 3, 5]])
+def test_a_graph_of_exactly_its_size_serves_calls_once_another_size_came(device: torch.device, rows: list[int]) -> None:
+    """It was captured while batch dimensions were a guess. A padded one would cost a warmup and a capture more."""
+    model = sg.wrap(nn.Linear(WIDTH, WIDTH).to(device).eval(), capture_sizes=[1, 2, 4, 8], progress=False)
+    for count in rows:
+        called(model, device, count, 1)
+    assert model.graph_stats.captures == 1
+    assert model.graph_stats.replays == 2
