@@ -120,7 +120,7 @@ def subclass(
     return type(original)(name or original.__name__, (*mixins, original), named | members)
 
 
-def plain(module: Any) -> Any:
+def original_of(module: Any) -> Any:
     """Return the original of a wrapper, which is the `self` of its forward; return other objects themselves.
 
     If the class of the wrapper was changed since, as by a parametrization, the wrapper itself is returned.

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 
 from simplegraph.base.nested import ATOMS
 from simplegraph.base.objects import attribute_of, by_class, own_dict
-from simplegraph.base.patches import plain
+from simplegraph.base.patches import original_of
 from simplegraph.base.tensors import parts
 
 # The limits of all walks, which docs/limits.md lists.
@@ -273,7 +273,7 @@ class Walk:
         self.empty: dict[int, Any] = {}
         self.led: dict[int, int] = {}
         self.empty_near = 0
-        self._roots, self._closed = [plain(root) for root in roots], closed
+        self._roots, self._closed = [original_of(root) for root in roots], closed
 
     def __iter__(self) -> Iterator[Opened]:
         policy, kinds, ways, closed = self.policy, self.kinds, self.ways, self._closed

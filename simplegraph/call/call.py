@@ -17,7 +17,7 @@ from simplegraph.base.config import CudaGraphMode
 from simplegraph.base.context import CALLS
 from simplegraph.base.errors import HostError
 from simplegraph.base.nested import LEAF, TreeSpec, flatten
-from simplegraph.base.patches import plain
+from simplegraph.base.patches import original_of
 from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.base.tensors import storage_key
 from simplegraph.batch.dispatch import Dispatch
@@ -37,7 +37,7 @@ from simplegraph.call.outputs import OutputShapes, unreturnable
 from simplegraph.call.signature import CallReader, Signature
 from simplegraph.guard.carried import CarriedTensors
 from simplegraph.guard.plain_state import PlainState
-from simplegraph.guard.python_effects import CountedState
+from simplegraph.guard.python_effects import RepeatedChanges
 from simplegraph.guard.survey import Survey
 from simplegraph.guard.torch_state import autograd_hindrance
 from simplegraph.manager.lifecycle import SignatureRecord
@@ -59,7 +59,7 @@ class Graphed:
 
 def invoke(module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Run the module's own call, hooks included. The forward's `self` is the module that was passed to `wrap`."""
-    original = plain(module)
+    original = original_of(module)
     call: Any = super(Graphed, original).__call__ if isinstance(original, Graphed) else original  # type: ignore[misc]
     return call(*args, **kwargs)
 
@@ -80,7 +80,7 @@ class Binding(SignatureRecord):
         draws: True if the forward draws random numbers.
         differentiates: True if the forward computes under grad mode.
         only_computes: True if no observed run wrote to memory of others, or ran what can fail because of a value.
-        counted: Python state that every run changes, by padded size, since branches may depend on the rows.
+        repeated_changes: Python state that every run changes, by padded size, since branches may depend on the rows.
         made: indices of outputs whose memory observed runs made.
         numbers: the Python numbers that runs passed to operators.
         host_error: the error of the latest eager run if it did something that a capture must not do; else None.
@@ -92,7 +92,9 @@ class Binding(SignatureRecord):
     outputs: OutputShapes = dataclasses.field(default_factory=OutputShapes)
     written: set[str] = dataclasses.field(default_factory=set)
     compared: set[str] = dataclasses.field(default_factory=set)
-    counted: dict[int, CountedState] = dataclasses.field(default_factory=lambda: collections.defaultdict(CountedState))
+    repeated_changes: dict[int, RepeatedChanges] = dataclasses.field(
+        default_factory=lambda: collections.defaultdict(RepeatedChanges)
+    )
     draws: bool = False
     differentiates: bool = False
     only_computes: bool = True
@@ -196,14 +198,21 @@ class CallLayout:
     Attributes:
         spec: the structure of ``(args, kwargs)``.
         args: the expected argument for each leaf.
-        autocast: the autocast dtype in force; state: the module's Python state (`state_key`).
-        values: the plain values that calls read through Python.
-        settings: settings of torch (`TorchSettings`); modes: the default devices that `torch.device` sets.
-        device_type: the type of the device of the calls; binding: everything learnt about the signature.
-        training: the mode of the module; hosted: True if some arguments are on the CPU, and the graph is on a GPU.
+        device_type: the type of the device of the calls.
+        binding: everything learnt about the signature.
+        training: the mode of the module.
         plans: by batch size, or (batch size, description of the batch): a `Plan` that replays such calls, or a
             `Refusal` if they run eagerly.
         launches_first: True if the plan of the latest replay may launch its graph before the next call is compared.
+        autocast: the autocast dtype in force.
+        state: the module's Python state (`state_key`).
+        settings: settings of torch (`TorchSettings`).
+        modes: the default devices that `torch.device` sets.
+        values: the plain values that calls read through Python.
+        hosted: True if some arguments are on the CPU, and the graph is on a GPU.
+        positional: the number of arguments if all are passed by position and are leaves; else -1.
+        anchor: the index of the leaf that has the batch size; -1 without one, and then all calls have size 1.
+        anchor_dim: the dimension of this leaf that is the batch.
     """
 
     spec: TreeSpec
@@ -220,10 +229,8 @@ class CallLayout:
         self.hosted = any(isinstance(arg, (HostArg, HostInput)) for arg in self.args)
         self._flat = all(child == LEAF for child in (*positional.children, *keyword.children))
         self._num_args, self._keywords = len(positional.children), keyword.keys
-        # The number of arguments if all are passed by position and are leaves: then `args` are the leaves.
         self.positional = self._num_args if self._flat and not self._keywords else -1
         dims = enumerate(map(batch_dim_of, self.args))
-        # The leaf and the dimension that give the batch size. Without one, all calls have size 1.
         self.anchor, self.anchor_dim = next(((index, dim) for index, dim in dims if dim is not None), (-1, 0))
 
     def described_inputs(self) -> dict[str, str]:
@@ -243,16 +250,23 @@ class CallLayout:
             return (*args, *kwargs.values()) if tuple(kwargs) == self._keywords else None
         return args if not self._keywords else None
 
+    def batch_size(self, leaves: Sequence[Any]) -> int:
+        """Return the batch size of a call with these leaves. May raise if the call has another layout."""
+        return int(leaves[self.anchor].shape[self.anchor_dim]) if self.anchor >= 0 else 1
+
 
 @dataclasses.dataclass(eq=False)
 class Call:
     """A call of the wrapped module, after its arguments were read.
 
     Attributes:
-        binding, spec: the binding and the structure of its layout.
+        binding: the binding of its layout.
+        spec: the structure of its arguments.
         size: the batch size as the layout reads it, which is the key of its plan.
-        padded: rows of its graph; padding: the number of padding rows among them.
-        key: the key of its graph; plan_key: the key of its plan in the layout.
+        padded: the number of rows of its graph.
+        padding: the number of padding rows among them.
+        key: the key of its graph.
+        plan_key: the key of its plan in the layout.
         breaks: True if its graph is piecewise, so that its warmup must trace breaks.
         plain: reads the plain values of the module.
         carried: the places in which runs leave tensors.
@@ -308,7 +322,9 @@ class Call:
         mappings = written_mappings(self.args, self.kwargs)
         if len(set(map(id, mappings))) < len(mappings):  # a graph has a mapping of its own for each that it is passed
             raise CannotBind(Reason.ALIASED, f"a {type(mappings[0]).__name__} that is passed twice")
-        for counted in binding.counted.values():  # other sizes may advance the same state where it cannot be seen
+        for (
+            counted
+        ) in binding.repeated_changes.values():  # other sizes may advance the same state where it cannot be seen
             counted.check(self.module)
         if self.padding and binding.padding_refusal is not None:
             raise binding.padding_refusal.again()

@@ -139,12 +139,12 @@ class CallTable:
 
     def drop_plans(self) -> None:
         """Forget plans and which sizes are warm; layouts and signatures are kept."""
-        self.refusals.resting = None
+        self.refusals.unchecked = None
         self.plain.forget()
         for binding in self.bindings.values():
             binding.note_moved()
             binding.numbers.clear()  # the stale state may have held some of them
-            binding.counted.clear()  # the state may be in other objects by now, or changed by other code
+            binding.repeated_changes.clear()  # the state may be in other objects by now, or changed by other code
 
     def clear(self) -> None:
         """Forget all layouts and signatures, and how CPU tensors are used."""

@@ -29,7 +29,7 @@ from simplegraph.call.inputs import (
     slot,
 )
 from simplegraph.call.shared_outputs import SharedOutputs
-from simplegraph.device.protocol import COMPARING_FIRST
+from simplegraph.device.protocol import EARLY_LAUNCH_BLOCKERS
 from simplegraph.guard.comparison import Comparison
 from simplegraph.guard.guards import CapturedState
 from simplegraph.guard.reading import Reading
@@ -156,7 +156,7 @@ class Plan:
             sees. Then the next 1 calls are compared before their launch, later 2, 4, 8 and so on.
         """
         writes, replays, is_same = copies is not NOTHING or self.padding, self.graph.replays_until_proof, False
-        if not (self.pool.shared or COMPARING_FIRST or (writes and self.inputs.handed_out)):
+        if not (self.pool.shared or EARLY_LAUNCH_BLOCKERS or (writes and self.inputs.handed_out)):
             try:
                 if writes and self._current_stream() == self.pool.stream:  # while the host looks
                     self.load(copies)

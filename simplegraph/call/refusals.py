@@ -27,7 +27,8 @@ _BY_FORM = frozenset(
     }
 )
 _MAX_FORMS = 64
-_SURE, _LONGEST_REST = 16, 31  # refused calls before the first rest, and calls of the longest
+_SURE = 16  # refused calls before the first that runs without a look at the module
+_MAX_CALLS_UNCHECKED = 31  # the most such calls in a row
 
 
 @dataclasses.dataclass(eq=False)
@@ -38,16 +39,16 @@ class Refusals:
         plain: reads the plain values of calls.
         reader: reads the module's calls; None before the first is read.
         forms: refusals of calls before they are read, by the form of these calls.
-        resting: the refusal of calls that run eagerly without a look at the module, and their layout if they have one;
-            None at most times.
-        rest: calls that may follow without a look at the module.
+        unchecked: the refusal of calls that run eagerly without a look at the module, and their layout if they have
+            one; None at most times.
+        calls_unchecked: the number of calls that may follow without a look at the module.
     """
 
     plain: PlainState
     reader: CallReader | None = None
     forms: dict[Hashable, FormRefusal] = dataclasses.field(default_factory=dict)
-    resting: tuple[Refusal | FormRefusal, CallLayout | None] | None = None
-    rest: int = 0
+    unchecked: tuple[Refusal | FormRefusal, CallLayout | None] | None = None
+    calls_unchecked: int = 0
 
     def check(self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Refuse a call, before it is read, if calls of its form are refused. Raises CannotBind."""
@@ -84,9 +85,9 @@ class Refusals:
         """
         refusal.served += 1
         if refusal.served > _SURE:
-            self.resting, self.rest = (refusal, layout), min(refusal.served - _SURE, _LONGEST_REST)
+            self.unchecked, self.calls_unchecked = (refusal, layout), min(refusal.served - _SURE, _MAX_CALLS_UNCHECKED)
 
-    def rests(
+    def refuse_unchecked(
         self,
         module: Any,
         args: tuple[Any, ...],
@@ -96,25 +97,24 @@ class Refusals:
         described: bool,
     ) -> CannotBind | None:
         """Return why a call runs eagerly, without a look at the module; None if it has to be looked at."""
-        resting, self.resting = self.resting, None
-        if resting is None:
+        unchecked, self.unchecked = self.unchecked, None
+        if unchecked is None:
             return None
-        refusal, layout = resting
-        self.rest -= 1
+        refusal, layout = unchecked
+        self.calls_unchecked -= 1
         try:
             if self.plain.filled_by_others():
                 return None
             if isinstance(refusal, FormRefusal):  # whatever ends it shows in the form
                 if not described and self._of_form(module, args, kwargs) is refusal:
                     raise CannotBind(*refusal.why)
-            elif layout is not None and self.rest >= 0:
+            elif layout is not None and self.calls_unchecked >= 0:
                 leaves: Any = args if layout.positional == len(args) and not kwargs else layout.leaves(args, kwargs)
-                size = leaves[layout.anchor].shape[layout.anchor_dim] if layout.anchor >= 0 else int(leaves is not None)
-                is_such = module.training is layout.training
+                size, is_such = layout.batch_size(leaves), module.training is layout.training
                 if is_such and layout.plans.get((size, batch) if described else size) is refusal:
                     refusal.bind(leaves)
         except CannotBind as error:
-            self.resting = resting
+            self.unchecked = unchecked
             return error
         except Exception:  # a call of another kind, such as without a tensor where these have one, is read as all are
             return None

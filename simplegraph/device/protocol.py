@@ -92,7 +92,7 @@ CAPTURE_LOCK = threading.RLock()
 
 # While it holds anything, every call is compared before its graph is launched: naps, since memory may be gone, and who
 # watches replays, since a launch in vain is none.
-COMPARING_FIRST: set[Any] = set()
+EARLY_LAUNCH_BLOCKERS: set[Any] = set()
 
 
 @dataclasses.dataclass(eq=False)

@@ -36,7 +36,7 @@ from simplegraph.device.cuda.inventory.nodes import (
     places_of,
 )
 from simplegraph.device.cuda.inventory.places import device_memory
-from simplegraph.device.protocol import COMPARING_FIRST
+from simplegraph.device.protocol import EARLY_LAUNCH_BLOCKERS
 
 _ADDRESSES = 1 << 32, 1 << 48  # words outside of this range are no addresses of a device
 _GRAPH = ("GetNodes", "NodeGetType", "KernelNodeGetParams_v2", "MemcpyNodeGetParams", "MemsetNodeGetParams", "Clone")
@@ -130,7 +130,7 @@ class CudaGraphs:
 
     def watch_replays(self, watched: bool) -> None:
         """Begin or stop showing replays; when stopped, `replay` is torch's own method."""
-        (COMPARING_FIRST.add if watched else COMPARING_FIRST.discard)(self)
+        (EARLY_LAUNCH_BLOCKERS.add if watched else EARLY_LAUNCH_BLOCKERS.discard)(self)
         if not self._public:
             if watched:
                 self._replace("replay", self._replaying)
@@ -145,7 +145,7 @@ class CudaGraphs:
 
     def detach(self) -> None:
         """Put everything back as it was."""
-        COMPARING_FIRST.discard(self)
+        EARLY_LAUNCH_BLOCKERS.discard(self)
         for handle in self._handles.values():
             handle.remove()
         for name in ("capture_begin", "capture_end", "reset", "replay"):
@@ -370,7 +370,7 @@ class EmulatedGraphs:
 
     def watch_replays(self, watched: bool) -> None:
         """Show replays, too, or no longer."""
-        (COMPARING_FIRST.add if watched else COMPARING_FIRST.discard)(self)
+        (EARLY_LAUNCH_BLOCKERS.add if watched else EARLY_LAUNCH_BLOCKERS.discard)(self)
         if not watched:
             patches.restore(self._segment, "replay")
             return

@@ -48,7 +48,7 @@ class MarkedHolder(Protocol):
     def marked(self) -> Any: ...
 
 
-class _Ways:
+class _HoldersByMethod:
     """Divides holders by the quickest way to compare them.
 
     Args:
@@ -128,7 +128,7 @@ class _ItemHolders:
         has_more: True if there are items that `read_more` reads.
     """
 
-    def __init__(self, ways: _Ways) -> None:
+    def __init__(self, ways: _HoldersByMethod) -> None:
         self.boxes: list[Any] = [*(holder.container for holder in ways.by_items), *(cell.cell for cell in ways.cells)]
         self.lists: list[Any] = [holder.container for holder in ways.by_items]
         self.lengths = list(map(len, self.lists))
@@ -158,7 +158,7 @@ class _ExpectedItems:
         kinds: their classes, since an id may be used again.
     """
 
-    def __init__(self, ways: _Ways, holders: _ItemHolders) -> None:
+    def __init__(self, ways: _HoldersByMethod, holders: _ItemHolders) -> None:
         boxes = [*ways.by_items, *ways.cells]
         orders = [-1 if _IS_LAST_FIRST and type(holder.container) is list else 1 for holder in boxes]
         # What boxes hold was read before, and their marks have it. What slots and variables hold is read now.
@@ -197,7 +197,7 @@ class _VersionedDicts:
         indices: by the id of a holder, the indices of its versions.
     """
 
-    def __init__(self, root: MarkedHolder | None, ways: _Ways) -> None:
+    def __init__(self, root: MarkedHolder | None, ways: _HoldersByMethod) -> None:
         self.is_parent, self.parents, children = _children_of(root, ways.by_version)
         children_ids = set(map(id, children))
         owned = [
@@ -272,7 +272,7 @@ class Comparison:
         compared = [
             holder for holder in holders if holder is not root or versions.dict_version is None or holder.buffers
         ]
-        ways = _Ways(root, compared)
+        ways = _HoldersByMethod(root, compared)
         self._functions = [holder.function for holder in ways.functions]
         self._code_parts = gc.get_referents(*self._functions)  # code and defaults among them
         self._item_holders = _ItemHolders(ways)

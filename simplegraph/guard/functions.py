@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from simplegraph.base.errors import ConfigError
 from simplegraph.base.nested import ATOMS
 from simplegraph.base.objects import PROXIES, attribute_of, behind, class_member, own_dict
-from simplegraph.base.patches import plain
+from simplegraph.base.patches import original_of
 from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.base.walk import MAX_BEYOND_CODE, Policy, Walk, is_library
 from simplegraph.guard.carried import carried_by
@@ -116,7 +116,7 @@ class Reach:
             self._has_read = False
             self._pending: list[tuple[Any, str]] = []
             # Names of objects in messages, by id.
-            self._called = {id(plain(root)): "self" for root in roots}
+            self._called = {id(original_of(root)): "self" for root in roots}
             Walk(roots, Policy(self._kind, objects=MAX_BEYOND_CODE), self._attributes).collect_tensors()
         return list(self._places.values())
 
@@ -430,7 +430,7 @@ class GraphedFunction(Generic[P, R]):
         function: Any = vars(self)["__wrapped__"]
         if instance is None or self._again is None or class_member(type(function), "__get__") is None:
             return self
-        instance = plain(instance)
+        instance = original_of(instance)
         bound = function.__get__(instance, owner)
         if type(bound) is not types.MethodType or bound.__self__ is not instance:  # a static method
             return self

@@ -85,7 +85,7 @@ class CapturedState:
         self._names: dict[str, None] = {}  # in their order
         self._generators: dict[str, torch.Generator] = {}
 
-    def take(self, read: MemoryRead, survey: Survey, *, names_gradients: bool = False) -> None:
+    def add(self, read: MemoryRead, survey: Survey, *, names_gradients: bool = False) -> None:
         """Add the state that new graphs read. If the state of earlier graphs changed meanwhile, it counts as moved.
 
         Args:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from simplegraph.base.nested import ATOMS
 from simplegraph.base.objects import by_class, class_member, identity_hash, own_dict
-from simplegraph.base.patches import Door, plain, replaced
+from simplegraph.base.patches import Door, original_of, replaced
 from simplegraph.base.walk import (
     ALIASES,
     DEPTH,
@@ -426,7 +426,7 @@ class Holders:
         breaks: bool,
         closed: Collection[str] = (),
     ) -> None:
-        self._module, self._gone, self._breaks, self._closed = plain(module), gone, breaks, closed
+        self._module, self._gone, self._breaks, self._closed = original_of(module), gone, breaks, closed
         children = (own_dict(self._module) or {}).get("_modules") or {}
         self._unhooked = children.get(class_member(type(self._module), "_simplegraph_unhooked"))
         self._classes: dict[type, None] = {}
@@ -483,7 +483,7 @@ class Holders:
         """Add the holders of values below roots. If code is given, only attributes that it names count."""
         names = None if code is None else code.names
         walk = Walk([root.thing for root in roots], self._policy, self.opened)
-        starts = {id(plain(root.thing)): root for root in reversed(roots)}
+        starts = {id(original_of(root.thing)): root for root in reversed(roots)}
         things = [(thing, contents) for thing, contents, _ in walk]
         self.opened |= {id(thing) for thing, _ in things}
         kept = self._kept(things)

@@ -16,7 +16,11 @@ _MAX_SEEN = 256  # values that are remembered of a place
 _NEW_VALUES = 4  # new values within a window of calls after which a place is let go, or calls run eagerly
 _WINDOW = 32  # calls
 _QUIET = 256  # calls without a new value after which a place counts again
-_RESTS = (1, _WINDOW, _QUIET)  # the same after an eager break set the place: for the first time, the second, and later
+_SUSPENDED_CALLS = (
+    1,
+    _WINDOW,
+    _QUIET,
+)  # the same after an eager break set the place: for the first time, the second, and later
 
 
 def _shown(place: Place) -> str:
@@ -28,13 +32,13 @@ class NewValues:
 
     Attributes:
         let_go: those that no code names, which are left out of keys, and the call of the latest change.
-        restless: those that make calls run eagerly, and the call from which calls without a new value are counted.
+        volatile: those that make calls run eagerly, and the call from which calls without a new value are counted.
     """
 
     def __init__(self, places: PlacesInCode) -> None:
         self._places = places
         self.let_go: dict[Place, int] = {}
-        self.restless: dict[Place, int] = {}
+        self.volatile: dict[Place, int] = {}
         self._seen: dict[Place, set[Hashable]] = {}  # the values that were found in a place
         self._news: dict[Place, collections.deque[tuple[int, str]]] = {}  # calls that found a new value, and it
 
@@ -48,16 +52,16 @@ class NewValues:
         if len(seen) >= _MAX_SEEN:
             seen.clear()
         seen.add(now)
-        if place in self.restless:
-            self.restless[place] = call
+        if place in self.volatile:
+            self.volatile[place] = call
         news = self._news.setdefault(place, collections.deque(maxlen=_NEW_VALUES))
         news.append((call, shown_entry(next(iter(values.values()))[1])))
         if len(news) == _NEW_VALUES and news[0][0] > call - _WINDOW:
-            (self.restless if self._places.is_named(place) else self.let_go)[place] = call
+            (self.volatile if self._places.is_named(place) else self.let_go)[place] = call
 
     def count_again(self, call: int) -> None:
         """Count places again that kept their value for long."""
-        for places in (self.let_go, self.restless):
+        for places in (self.let_go, self.volatile):
             for place, since in list(places.items()):
                 if call - since > _QUIET:
                     del places[place]
@@ -65,11 +69,11 @@ class NewValues:
 
     def containers(self) -> frozenset[str]:
         """Return the names of the containers among these places."""
-        return frozenset(name for name, key in (*self.let_go, *self.restless) if key is ALL)
+        return frozenset(name for name, key in (*self.let_go, *self.volatile) if key is ALL)
 
     def forget(self) -> None:
         """Let calls have graphs again until new values are found."""
-        self.restless.clear()
+        self.volatile.clear()
         self._news.clear()
 
     def shown(self, place: Place) -> str:
@@ -82,15 +86,15 @@ class BreakChanges:
 
     Args:
         places: how code uses places.
-        restless: as of `NewValues`; added to.
+        volatile: as of `NewValues`; added to.
         proves: True if graphs are compared with eager, which shows that code in graphs does not read such a place.
     """
 
-    def __init__(self, places: PlacesInCode, restless: dict[Place, int], *, proves: bool) -> None:
-        self._places, self._restless, self._proves = places, restless, proves
+    def __init__(self, places: PlacesInCode, volatile: dict[Place, int], *, proves: bool) -> None:
+        self._places, self._volatile, self._proves = places, volatile, proves
         self._set_by_run: dict[Place, Entries] = {}  # the changes of the latest run
         self._set_by_breaks: set[Place] = set()  # places that breaks set, and code in graphs may read
-        self._rests: dict[Place, int] = {}  # how often these have made calls run eagerly, beyond the first time
+        self._suspensions: dict[Place, int] = {}  # how often these have made calls run eagerly, beyond the first time
         self._harmless: set[Place] = set()  # places that breaks set, and no code in graphs reads
 
     def __contains__(self, place: Place) -> bool:
@@ -101,9 +105,9 @@ class BreakChanges:
         """Note the changes of a run. If no proof follows, each may be one by a break that code in graphs reads."""
         self._set_by_run = changed
         if not self._proves and self._places.code is not None and self._places.code.has_breaks:
-            self.rest(changed, call)
+            self.suspend(changed, call)
 
-    def rest(self, changed: Mapping[Place, Entries], call: int) -> None:
+    def suspend(self, changed: Mapping[Place, Entries], call: int) -> None:
         """Let the next calls run eagerly if code in graphs may read one of these places.
 
         A tensor that a break leaves is found by captures.
@@ -112,10 +116,12 @@ class BreakChanges:
             is_opened = place[1] == CLASS and ABSENT in values[CLASS]  # an object got its first attribute, or lost it
             if is_opened or all(is_of_tensor(now) for _, now in values.values()) or not self._may_be_read(place):
                 continue
-            if place not in self._restless or place not in self._rests:  # new values alone may make calls run eagerly
-                self._rests[place] = self._rests.get(place, -1) + 1
-            quiet = _RESTS[min(self._rests[place], len(_RESTS) - 1)]
-            self._restless[place] = call - (_QUIET - quiet)
+            if (
+                place not in self._volatile or place not in self._suspensions
+            ):  # new values alone may make calls run eagerly
+                self._suspensions[place] = self._suspensions.get(place, -1) + 1
+            quiet = _SUSPENDED_CALLS[min(self._suspensions[place], len(_SUSPENDED_CALLS) - 1)]
+            self._volatile[place] = call - (_QUIET - quiet)
             self._set_by_breaks.add(place)
 
     def note_equal(self, before: dict[Place, Any], counted: set[Place]) -> bool:
@@ -145,7 +151,7 @@ class BreakChanges:
     def forget(self) -> None:
         """Forget what breaks set so far."""
         self._set_by_breaks.clear()
-        self._rests.clear()
+        self._suspensions.clear()
         self._harmless.clear()
 
     def _may_be_read(self, place: Place) -> bool:
@@ -182,7 +188,7 @@ class PlaceHistory:
         self.filled: set[Place] = set()
         self.own_changes: Changes = {}
         self.new_values = NewValues(places)
-        self.breaks = BreakChanges(places, self.new_values.restless, proves=proves)
+        self.breaks = BreakChanges(places, self.new_values.volatile, proves=proves)
 
     def changed_by_others(self, changes: Changes, call: int) -> None:
         """Note changes by other code; places that take many values are let go, or make calls run eagerly."""
@@ -231,7 +237,7 @@ class PlaceHistory:
         """
         counted: Changes = {}
         changed = self._places.by_place(changes)
-        self.breaks.rest(changed, call)
+        self.breaks.suspend(changed, call)
         for place, values in changed.items():
             if place in self.counted or (place not in self.effects and self._places.is_named(place)):
                 counted |= {(place[0], key): change for key, change in values.items()}
@@ -248,9 +254,9 @@ class PlaceHistory:
         """True if every run changes a place, or the container that it is in."""
         return not self.effects.isdisjoint((place, (place[0], ALL)))
 
-    def why_restless(self) -> str:
+    def why_volatile(self) -> str:
         """Return why calls run eagerly: the place that makes them, and a remedy."""
-        place = next(iter(self.new_values.restless))
+        place = next(iter(self.new_values.volatile))
         if place in self.breaks:
             return f"{_shown(place)}, which an eager break set and the forward may read: {IN_BREAK}"
         return f"{_shown(place)} takes new values all the time ({self.new_values.shown(place)}): {_REMEDY}"

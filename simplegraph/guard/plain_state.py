@@ -241,13 +241,13 @@ class PlainState:
                 raise CannotBind(Reason.PYTHON_STATE, "what the call reads changes while it is looked at")
             if self._reader.refused:
                 raise CannotBind(Reason.PYTHON_STATE, self._reader.refused)
-            if self._history.new_values.restless:
-                raise CannotBind(Reason.PYTHON_STATE, self._history.why_restless())
+            if self._history.new_values.volatile:
+                raise CannotBind(Reason.PYTHON_STATE, self._history.why_volatile())
             return self._keys.key
 
     def _make_key(self) -> None:
         """Make the key of the present values, unless they have one."""
-        self.must_look = bool(self._history.new_values.let_go or self._history.new_values.restless)
+        self.must_look = bool(self._history.new_values.let_go or self._history.new_values.volatile)
         if not self._reader.refused:
             self._keys.make()
 

@@ -46,7 +46,7 @@ class ModuleState(PythonState):
         module: nn.Module,
         device: GraphDevice,
         pool: GraphPool,
-        counted: CountedState,
+        counted: RepeatedChanges,
         inputs: Collection[int],
         *,
         retry: bool,
@@ -180,7 +180,7 @@ _READERS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-class CountedState:
+class RepeatedChanges:
     """Finds the Python state of a module that every run changes, such as a counter.
 
     A change counts if both the first eager run and the first captured run of a size make it. So caches do not count,

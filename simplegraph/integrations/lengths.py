@@ -23,7 +23,7 @@ from simplegraph.call.outputs import unreturnable
 from simplegraph.call.signature import CallReader, argument_rules, device_of, prefixes
 from simplegraph.guard.guards import any_requires_grad
 from simplegraph.integrations.rehearsal import RunEffects, observe_run, rehearse
-from simplegraph.manager.replay_proof import EXACT, difference, first_difference
+from simplegraph.manager.replay_proof import EXACT, first_difference, leaf_difference
 from simplegraph.manager.stats import CaptureSummary
 from simplegraph.serve.proof import first_distance
 
@@ -384,7 +384,9 @@ class LengthBuckets:
             with server.running(module):
                 return invoke(module, *call.arguments)
         again = flatten(call.at(call.padded))[0]
-        written = [index for index in call.dims if difference(padded.arguments[index], again[index], tolerance=EXACT)]
+        written = [
+            index for index in call.dims if leaf_difference(padded.arguments[index], again[index], tolerance=EXACT)
+        ]
         with server.running(module):
             run = observe_run(module, functools.partial(invoke, module, *call.arguments), device)
         rule.learn(call.lengths, call.padded, run, padded)

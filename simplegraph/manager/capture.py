@@ -260,7 +260,7 @@ class GraphCapture:
                 raise capture_error(error, job.label, trains=job.trains) from error
             seconds = self._ranks.seconds
             with torch.profiler.record_function(f"simplegraph.capture {job.label}"), seconds.timed("capture"):
-                program = self._recorded(session, run, trace)
+                program = self._record(session, run, trace)
             try:
                 support = self.table.support  # attention without full support must not be in a piecewise graph, either
                 if job.mode is CudaGraphMode.PIECEWISE and not program.breaks and support < AttentionCGSupport.ALWAYS:
@@ -274,7 +274,7 @@ class GraphCapture:
             return {job.label: error}
         return {}
 
-    def _recorded(self, session: CaptureSession, run: Run, trace: BreakTrace | None) -> Program:
+    def _record(self, session: CaptureSession, run: Run, trace: BreakTrace | None) -> Program:
         job: CaptureJob = run.job
         self.runs.append(run)
         try:

@@ -151,18 +151,18 @@ class SizeRecord:
     failure: CaptureError | None = None
     refusal: CannotBind | None = None
 
-    def happened(self, event: Event) -> None:
+    def apply(self, event: Event) -> None:
         """Change the stage by an event; refused row counts are tried again."""
         self.stage = EDGES.get((self.stage, event), self.stage)
         self.rows = {rows: verdict for rows, verdict in self.rows.items() if verdict is not RowVerdict.REFUSED}
 
     def count_warmups(self, remaining: int) -> None:
         """Note how many warmups remain before the capture."""
-        self.happened(Event.COOLED if remaining > 0 else Event.WARMED)
+        self.apply(Event.COOLED if remaining > 0 else Event.WARMED)
 
     def note_captured(self, *, compare: bool) -> None:
         """Note that the size is captured; `compare` is True if calls must be compared with replays."""
-        self.happened(Event.RECORDED)
+        self.apply(Event.RECORDED)
         self.refusal = self.failure = None
         self.others = RowVerdict.DUE if compare else RowVerdict.UNVERIFIED
 
@@ -185,7 +185,7 @@ class SizeRecord:
 
     def note_dropped(self, event: Event) -> None:
         """Note that the graph is gone. The first comparison of the next graph proves all row counts proven before."""
-        self.happened(event)
+        self.apply(event)
         self.refusal = self.failure = None
 
 
@@ -241,7 +241,7 @@ class CapturedGraph:
         self.uncompared_runs += 1
         return self.uncompared_runs == _TRIES
 
-    def prove(self, rows: int, distance: int = 0, *, per_row_count: bool = False) -> None:
+    def note_proven(self, rows: int, distance: int = 0, *, per_row_count: bool = False) -> None:
         """Note that a replay equalled eager.
 
         Args:
@@ -306,14 +306,14 @@ class SignatureRecord:
         if record is None:
             record = self.sizes[key] = SizeRecord()
             if self.called:
-                record.happened(Event.CALLED)
+                record.apply(Event.CALLED)
         return record
 
     def note_eager_run(self) -> None:
         """Note that a call ran eagerly."""
         self.called = True
         for record in self.sizes.values():
-            record.happened(Event.CALLED)
+            record.apply(Event.CALLED)
 
     def note_eager_call(self, spec: TreeSpec, rows: int, padded: int) -> None:
         """Note that a call of `rows` rows ran eagerly, which counts as a warmup of its padded size."""

@@ -54,14 +54,14 @@ def run_observed(
         tensors: distinguishes the module's tensors from data; None if every value that is read back is data.
     """
     about = Run(key=key, rows=rows, before_write=before_write)
-    watching = _eagerly(table, about, traced=traced, inputs=inputs, arguments=arguments, tensors=tensors)
+    watching = _observe_eager_run(table, about, traced=traced, inputs=inputs, arguments=arguments, tensors=tensors)
     with around(table.probes, about), watching as observer:
         outputs = about.outputs = wait_collectives(run())
     return outputs, observer, about.trace
 
 
 @contextlib.contextmanager
-def _eagerly(
+def _observe_eager_run(
     table: ProgramTable,
     run: Run,
     *,
@@ -129,17 +129,19 @@ class Observation(Probe):
         """Observe the operators of a run; a recording uses the constants that an eager run moved to the device."""
         job: CaptureJob = run.job
         if run.recorded:
-            with self._recorded(run, job):
+            with self._observe_recording(run, job):
                 yield
             return
         traced = job.mode is CudaGraphMode.PIECEWISE
-        with _eagerly(self.table, run, traced=traced, arguments=job.arguments, tensors=job.tensors) as observer:
+        with _observe_eager_run(
+            self.table, run, traced=traced, arguments=job.arguments, tensors=job.tensors
+        ) as observer:
             yield
         run.made = observer.made
         self.observers.append(observer)
 
     @contextlib.contextmanager
-    def _recorded(self, run: Run, job: CaptureJob) -> Iterator[None]:
+    def _observe_recording(self, run: Run, job: CaptureJob) -> Iterator[None]:
         constants, device = self.table.constants, self.table.device
         copies, answers = constants.copies(job.key), constants.answers(job.key)
         steady = SteadyReads(device.torch_device, job.tensors, answers) if job.tensors and answers else None

@@ -36,6 +36,24 @@ from simplegraph.program.probes import Run, around
 logger = logging.getLogger("simplegraph")
 
 
+Tolerance = Mapping[torch.dtype, float]
+
+# The allowed difference, as a share of the largest value, for rounding and for kernels of other sizes.
+TOLERANCE: Tolerance = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 4e-2}
+TOLERANCE = {**TOLERANCE, torch.complex128: 1e-9, torch.complex64: 1e-3}
+EXACT: Tolerance = {}
+# The same for a whole model: eager results of two batch sizes differ by as much.
+OTHER_SIZE: Tolerance = {torch.float64: 1e-6, torch.float32: 5e-3, torch.float16: 5e-2, torch.bfloat16: 1e-1}
+OTHER_SIZE = {**OTHER_SIZE, torch.complex128: 1e-6, torch.complex64: 5e-3}
+# The same if another batch size runs other operators: the effect of such a branch may be small.
+OTHER_OPERATORS: Tolerance = {**TOLERANCE, torch.float32: 1e-4, torch.complex64: 1e-4}
+# The same if runs may add in any order: replays may all use one order, and eager calls another.
+OTHER_ORDER: Tolerance = {dtype: min(16 * torch.finfo(dtype).eps, most) for dtype, most in TOLERANCE.items()}
+_MAX_REPLAYS = 4  # the most replays to measure how much equal replays differ
+_SLACK = 4  # the allowed multiple of the difference of two equal runs, since two runs are a small sample
+_CHUNK = 1 << 24  # the number of elements that are compared in double precision at a time
+
+
 class Effects(NamedTuple):
     """The effects of one run: its outputs, and the contents of memory and of inputs that it may write."""
 
@@ -44,8 +62,14 @@ class Effects(NamedTuple):
     inputs: Sequence[Tensor]
 
 
-class Verdict(NamedTuple):
-    """A replay that differs from eager: a sentence, the rank that found it (" on rank 1"), and the difference."""
+class Mismatch(NamedTuple):
+    """A replay that differs from eager.
+
+    Attributes:
+        text: a sentence that says so.
+        where: the rank that found it, such as " on rank 1"; empty without ranks.
+        difference: the difference.
+    """
 
     text: str
     where: str
@@ -129,7 +153,9 @@ class ReplayProof(contextlib.ExitStack):
             cloned(leaves), memory.seen_in(after, memory.tensors), memory.seen_in(after, memory.inputs)
         )
         inputs = zip(memory.inputs, memory.seen_in(self._before, memory.inputs), self.expected.inputs, strict=True)
-        self.written_inputs = {name for (name, _), before, now in inputs if difference(now, before, tolerance=EXACT)}
+        self.written_inputs = {
+            name for (name, _), before, now in inputs if leaf_difference(now, before, tolerance=EXACT)
+        }
         if tape is not None:
             try:
                 program = with_played_breaks(program, tape.calls, self._differs, lambda: self.repeats)
@@ -140,7 +166,7 @@ class ReplayProof(contextlib.ExitStack):
         return result, observer
 
     def _differs(self, passed: Tensor, expected: Tensor) -> str | None:
-        return difference(passed, expected, tolerance=self.rounding)
+        return leaf_difference(passed, expected, tolerance=self.rounding)
 
     def written_in_part(self) -> str | None:
         """Describe memory of which the eager run left a part unchanged, and that padding rows may write; None if none.
@@ -228,9 +254,9 @@ class ReplayProof(contextlib.ExitStack):
             effects = replay()
             return self.differs_beyond_noise(effects, self.expected, replay, rounded=not same_kernels)
         except Exception as error:
-            return self.failure(error)
+            return self.describe_error(error)
 
-    def failure(self, error: Exception) -> str:
+    def describe_error(self, error: Exception) -> str:
         """Describe the error of a replay."""
         logger.debug("a run of %s failed in its proof", self._graph.counters.label, exc_info=error)
         return f"a replay fails with {type(error).__name__}: {error}"
@@ -261,7 +287,7 @@ class ReplayProof(contextlib.ExitStack):
     def _parts(self, effects: Effects, *, memory: bool) -> list[Any]:
         return [*effects.outputs, *(effects.memory if memory else ()), *effects.inputs]
 
-    def agree(self, mismatch: str | None) -> Verdict | None:
+    def agree(self, mismatch: str | None) -> Mismatch | None:
         """Return the verdict of all ranks, given the difference on this rank; None if all replays equal eager.
 
         Call it after the end of the proof.
@@ -273,9 +299,9 @@ class ReplayProof(contextlib.ExitStack):
         if failure is None:
             return None
         where = f" on rank {failure[0]}" if ranks.size > 1 else ""
-        return Verdict(f"a replay of {label} does not equal eager{where}", where, failure[1])
+        return Mismatch(f"a replay of {label} does not equal eager{where}", where, failure[1])
 
-    def fail(self, text: str, difference: str, remedy: str) -> None:
+    def raise_if_configured(self, text: str, difference: str, remedy: str) -> None:
         """Raise VerificationError if ``on_capture_failure`` is "raise"."""
         if self._table.config.on_capture_failure == "raise":
             raise VerificationError(f"{text}: {difference}.\n  {remedy}")
@@ -322,30 +348,12 @@ def prove_batch(table: ProgramTable, job: CaptureJob, state: Sequence[Tensor], r
             mismatch = proof.structure_mismatch or proof.compare(replay, same_kernels=True)
         verdict = proof.agree(mismatch)  # inside `together`, since ranks exchange their results
     if verdict is None:
-        graph.prove(graph.descriptor.num_tokens)
+        graph.note_proven(graph.descriptor.num_tokens)
     else:
         remedy = "Its buffers must be at the same addresses as at the capture."
         table.refuse([job], f"{verdict.text}: {verdict.difference}", remedy)
-        proof.fail(verdict.text, verdict.difference, remedy)
+        proof.raise_if_configured(verdict.text, verdict.difference, remedy)
     return result
-
-
-Tolerance = Mapping[torch.dtype, float]
-
-# The allowed difference, as a share of the largest value, for rounding and for kernels of other sizes.
-TOLERANCE: Tolerance = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 4e-2}
-TOLERANCE = {**TOLERANCE, torch.complex128: 1e-9, torch.complex64: 1e-3}
-EXACT: Tolerance = {}
-# The same for a whole model: eager results of two batch sizes differ by as much.
-OTHER_SIZE: Tolerance = {torch.float64: 1e-6, torch.float32: 5e-3, torch.float16: 5e-2, torch.bfloat16: 1e-1}
-OTHER_SIZE = {**OTHER_SIZE, torch.complex128: 1e-6, torch.complex64: 5e-3}
-# The same if another batch size runs other operators: the effect of such a branch may be small.
-OTHER_OPERATORS: Tolerance = {**TOLERANCE, torch.float32: 1e-4, torch.complex64: 1e-4}
-# The same if runs may add in any order: replays may all use one order, and eager calls another.
-OTHER_ORDER: Tolerance = {dtype: min(16 * torch.finfo(dtype).eps, most) for dtype, most in TOLERANCE.items()}
-_MAX_REPLAYS = 4  # the most replays to measure how much equal replays differ
-_SLACK = 4  # the allowed multiple of the difference of two equal runs, since two runs are a small sample
-_CHUNK = 1 << 24  # the number of elements that are compared in double precision at a time
 
 
 def by_least_precise(tolerance: Tolerance, met: Iterable[torch.dtype]) -> Tolerance:
@@ -363,7 +371,7 @@ def _spread(actual: Any, other: Any) -> float:
     return gap(actual, other)[0] if is_alike and actual.dtype == other.dtype else 0.0
 
 
-def difference(actual: Any, expected: Any, *, tolerance: Tolerance = TOLERANCE, noise: float = 0.0) -> str | None:
+def leaf_difference(actual: Any, expected: Any, *, tolerance: Tolerance = TOLERANCE, noise: float = 0.0) -> str | None:
     """Describe how two leaves differ beyond rounding; None if they do not.
 
     Args:
@@ -427,7 +435,7 @@ def first_difference(
     if len(actual) != len(expected):
         return f"{len(actual)} values, eager gives {len(expected)}"
     for index, pair in enumerate(zip(actual, expected, strict=True)):
-        mismatch = difference(*pair, tolerance=tolerance, noise=noise[index] if noise else 0.0)
+        mismatch = leaf_difference(*pair, tolerance=tolerance, noise=noise[index] if noise else 0.0)
         if mismatch is not None:
             return f"{names[index] if names else f'output {index}'} {mismatch}"
     return None

@@ -339,10 +339,10 @@ class SegmentRecorder:
         modes = Modes.now(device_type)
         changed = modes.changed_from(self._ambient)
         inside = functools.partial(modes.restored, changed, device_type) if changed else None
-        return Break(name, function, _passed(call, spec, passed, leaves), inside)
+        return Break(name, function, _break_arguments(call, spec, passed, leaves), inside)
 
 
-def _passed(call: Any, spec: TreeSpec, passed: Sequence[Any], leaves: Sequence[Any]) -> BreakArguments:
+def _break_arguments(call: Any, spec: TreeSpec, passed: Sequence[Any], leaves: Sequence[Any]) -> BreakArguments:
     """Describe how a replay rebuilds the arguments of a break.
 
     Containers among the arguments that hold no graph memory are passed as they are, so that the break sees later

@@ -119,7 +119,7 @@ class CaptureSession:
             result, steps = self._record(recorder, run, about)
             seconds = time.perf_counter() - started
             leaves, spec = flatten(result)
-            borrowed = {id(leaf): self._held(leaf) for leaf in leaves}  # one tensor returned twice stays one
+            borrowed = {id(leaf): self._borrow_output(leaf) for leaf in leaves}  # one tensor returned twice stays one
             outputs = [borrowed[id(leaf)] for leaf in leaves]
             del result, leaves, borrowed
             taken = max(0, free_before - self.device.free_memory())
@@ -164,7 +164,7 @@ class CaptureSession:
             logger.debug("the memory that a failed capture left cannot be listed: %s", error)
             return set()
 
-    def _held(self, leaf: Any) -> Any:
+    def _borrow_output(self, leaf: Any) -> Any:
         """Return an output as the Program keeps it: pool memory is borrowed, so that smaller sizes reuse it."""
         if isinstance(leaf, Tensor) and not is_wrapper(leaf) and self.device.in_pool(self.pool, leaf):
             return self.device.borrow(self.pool, leaf)

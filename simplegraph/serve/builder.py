@@ -181,8 +181,10 @@ class GraphBuilder(ObservedRuns):
         breaks = mode is CudaGraphMode.PIECEWISE
         untraced = breaks and rows not in binding.traces and binding.trace_at(padded) is None
         unknown = rows == padded and table.constants.needs_warmup((binding.signature, mode, descriptor))
-        counted = binding.counted.get(padded)  # not `[padded]`, which adds an entry: a report may run in another thread
-        advanced = counted is not None and bool(counted.advanced)  # the latest run advanced positions
+        repeated = binding.repeated_changes.get(
+            padded
+        )  # not `[padded]`, which adds an entry: a report may run in another thread
+        advanced = repeated is not None and bool(repeated.advanced)  # the latest run advanced positions
         return max(table.config.num_warmups - binding.warm[padded], int(untraced or unknown or advanced))
 
     def eager_calls_ahead(self, binding: Binding, rows: int) -> list[str]:
@@ -324,7 +326,7 @@ class GraphBuilder(ObservedRuns):
                 call.binding.learn_outputs(job.descriptor.num_tokens, *self.plan_kind.returned(graph.program))
         if self.state is None:
             self.state = CapturedState(call.module)
-        self.state.take(self.seen.read, call.survey, names_gradients=call.plain.reads("grad"))
+        self.state.add(self.seen.read, call.survey, names_gradients=call.plain.reads("grad"))
 
     def _jobs(
         self, call: Call, inputs: InputSet, todo: Sequence[tuple[CudaGraphMode, BatchDescriptor]]
@@ -358,7 +360,7 @@ class GraphBuilder(ObservedRuns):
 
     def _forward(self, call: Call, inputs: InputSet, size: int) -> Callable[[], Any]:
         """Return a function that runs the forward on the static inputs of a size."""
-        manager, module, counted = self.manager, call.module, call.binding.counted[call.padded]
+        manager, module, repeated = self.manager, call.module, call.binding.repeated_changes[call.padded]
         state_key = manager.config.state_key
 
         def refuse() -> None:
@@ -375,7 +377,7 @@ class GraphBuilder(ObservedRuns):
             is_captured = manager.device.is_capturing()
             if inputs.hosted and not is_captured:
                 inputs.load_hosts(size)
-            watched = counted.captured_run(module, state_key) if is_captured else counted.eager_run(module)
+            watched = repeated.captured_run(module, state_key) if is_captured else repeated.eager_run(module)
             with bypassed(Reason.NESTED), torch.no_grad(), watched:
                 limit = 0 if is_captured else copy_limit(manager.device.free_memory())
                 result = invoke_watched(call, self.reader, args, kwargs, limit, recorded=is_captured)

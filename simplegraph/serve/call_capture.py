@@ -59,7 +59,7 @@ class CallCapture(Probe):
         manager = runs.manager
         self._runs, self._manager, self._call, self._inputs, self._jobs = runs, manager, call, inputs, jobs
         self._lazy, self._following = lazy, following
-        self._counted = call.binding.counted[call.padded]
+        self._repeated = call.binding.repeated_changes[call.padded]
         self._observation = Observation(manager.table)
         # Earlier calls may have run with fewer rows, or have taken other branches, as probes of extras note.
         own_size = not call.padding and (call.spec, call.batch) in call.binding.ran
@@ -68,7 +68,7 @@ class CallCapture(Probe):
             call.module,
             manager.device,
             manager.pool,
-            self._counted,
+            self._repeated,
             inputs.storages,
             retry=self._retry,
             passes_carried=call.carried.enabled and not call.breaks and manager.ranks.size == 1,
@@ -90,7 +90,7 @@ class CallCapture(Probe):
         if jobs and jobs[0].arguments is not None:  # all jobs share one `HostArguments`
             self._runs.learn_hosts(self._call, jobs[0].arguments)
         self._note_made()
-        changed = (self._counted.names or []) if len(summary.failed) < len(jobs) else []
+        changed = (self._repeated.names or []) if len(summary.failed) < len(jobs) else []
         try:
             why = self._why_refused(kept, changed)
         except PlacesFoundError as error:
@@ -139,7 +139,7 @@ class CallCapture(Probe):
     def _runs_before(self) -> tuple[int, int]:
         """Return the numbers of eager runs before the captures: whose effects stay, and whose effects are undone."""
         call, manager, jobs = self._call, self._manager, self._jobs
-        watched = self._following and not manager.ranks.any("that no run was watched", not self._counted.watched)
+        watched = self._following and not manager.ranks.any("that no run was watched", not self._repeated.watched)
         num_warmups = manager.config.num_warmups
         rehearsals = 0 if self._lazy or num_warmups < 2 else num_warmups
         scripts = call.survey.scripted or call.plain.scripts
@@ -244,7 +244,7 @@ class CallCapture(Probe):
         is_unseen = any(observer.unseen for observer in self._observation.observers)
         if is_unseen and (unknown := call.never_compared()):
             return f"kernels that torch does not dispatch may write to {', '.join(unknown)}", _COMPARE_REMEDY
-        return self._counted.refusal(call.module) if changed else None
+        return self._repeated.refusal(call.module) if changed else None
 
 
 def _check_settings(call: Call) -> None:

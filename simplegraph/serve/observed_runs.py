@@ -70,7 +70,7 @@ class ObservedRuns:
         before_write: Callable[[Tensor], object] = id,
     ) -> tuple[Any, MemoryObserver, BreakTrace | None]:
         """Run eagerly with these arguments, and observe the run; trace breaks, and keep constants for `key`."""
-        counted = call.binding.counted[call.padded].eager_run(call.module)
+        watched = call.binding.repeated_changes[call.padded].eager_run(call.module)
         limit = copy_limit(self.manager.device.free_memory())
         generators = drawn_generators(call, self.manager.device.torch_device)
         before = random_states(generators)
@@ -82,7 +82,7 @@ class ObservedRuns:
         trains = computes_gradients(call.module)
         stream: contextlib.AbstractContextManager[object]
         stream = self.manager.device.on_capture_stream() if trains else CAPTURE_LOCK
-        with stream, bypassed(Reason.NESTED), counted:
+        with stream, bypassed(Reason.NESTED), watched:
             result, observer, trace = run_observed(
                 self.manager.table,
                 lambda: invoke_watched(call, self.reader, args, kwargs, limit),

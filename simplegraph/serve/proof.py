@@ -172,7 +172,7 @@ class _CallProof:
                 mismatch = proof.difference(first, proof.expected, rounded=True, memory=memory)
             return mismatch
         except Exception as error:
-            return proof.failure(error)
+            return proof.describe_error(error)
 
     def _compare_parts(
         self, proof: ReplayProof, first: Effects, again: Callable[[], Effects], *, memory: bool
@@ -265,7 +265,7 @@ class _CallProof:
             # The batch sizes of ranks may differ, and measured times do.
             alone = self._ranks.size == 1
             cost = proof.seconds / proof.replay_seconds if alone else _COST_WITH_RANKS
-            graph.prove(call.batch, first_distance(cost, table.config.verify), per_row_count=alone)
+            graph.note_proven(call.batch, first_distance(cost, table.config.verify), per_row_count=alone)
             if plan.program.breaks and not call.plain.note_equal(graph.set_by_breaks):
                 graph.compare_again()  # with what the breaks have set now
             return
@@ -283,4 +283,4 @@ class _CallProof:
                 call.binding.stop_padding(table, text, difference, remedy, warn=warn)
         else:
             self._owner.refuse(call, f"{text}: {difference}", remedy)
-        proof.fail(text, difference, remedy)
+        proof.raise_if_configured(text, difference, remedy)

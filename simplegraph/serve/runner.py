@@ -71,7 +71,7 @@ _COMPILED = (
 )
 # Runs of `capture_all`: the first may change settings of torch, show the GPU, and show which CPU tensors move there.
 _RUNS_TO_SETTLE = 4
-_PASSING = frozenset({Reason.PYTHON_STATE, Reason.WARMUP, Reason.WRONG_DEVICE})  # reasons that a further run may end
+_TRANSIENT = frozenset({Reason.PYTHON_STATE, Reason.WARMUP, Reason.WRONG_DEVICE})  # reasons that a further run may end
 
 
 class CudaGraphWrapper(Sleeps, Graphed):
@@ -312,10 +312,10 @@ class GraphRunner:
             return self.run_eagerly(module, args, kwargs, context.bypass)
         calls, layouts = self._calls, self._calls.layouts
         comparison = values = plan = layout = None
-        put_off: Any = None  # a comparison that is made only after the launch
-        if calls.refusals.resting is not None and not self.carried.places:
+        deferred: Any = None  # a comparison that is made only after the launch
+        if calls.refusals.unchecked is not None and not self.carried.places:
             batch, is_described = (None, False) if context is None else (context.batch, True)
-            refused = calls.refusals.rests(module, args, kwargs, batch, described=is_described)
+            refused = calls.refusals.refuse_unchecked(module, args, kwargs, batch, described=is_described)
             if refused is not None:
                 self.stats.ran_eagerly(refused.reason, refused.detail, refused.size)
                 with calls.plain.unread_run():
@@ -327,7 +327,7 @@ class GraphRunner:
                 # Another thread may clear the comparisons.
                 comparison = None if plain.must_look else next(iter(plain.comparisons), None)
                 if comparison is not None and comparison.key is not None and layouts[0].launches_first:
-                    values, put_off = comparison.key, comparison
+                    values, deferred = comparison.key, comparison
                 elif comparison is not None and comparison.key is not None and comparison.holds(vars(module)):
                     values = comparison.key
                 else:
@@ -346,10 +346,10 @@ class GraphRunner:
                 # 2. What is around the call: autocast, settings, modes, hooks on all modules and Python state.
                 if plan is None or module.training is not layout.training:
                     continue
-                if put_off is not None and plan.calls_to_compare_first:
-                    if not put_off.holds(vars(module)):
+                if deferred is not None and plan.calls_to_compare_first:
+                    if not deferred.holds(vars(module)):
                         values, comparison = plain(module), None
-                    put_off = None
+                    deferred = None
                 autocast = autocast_dtype(layout.device_type) if ANY_AUTOCAST() else None
                 if autocast is not layout.autocast:
                     continue
@@ -361,7 +361,7 @@ class GraphRunner:
                     anomaly_enabled() or saved_hooks(False) is not None or not saved_hooks_allowed()
                 ):
                     continue
-                if put_off is None and not layout.settings.hold():
+                if deferred is None and not layout.settings.hold():
                     continue
                 if (num_function_modes() or layout.modes) and function_modes() != layout.modes:
                     continue
@@ -380,8 +380,8 @@ class GraphRunner:
                     reading, attributes = plan.state.reading, vars(module)
                     if reading is None or not plan.graph.replays_until_proof or plan.is_capturing():
                         continue
-                    if put_off is not None:
-                        result = plan.launch_first(leaves, copies, attributes, reading, put_off, layout.settings)
+                    if deferred is not None:
+                        result = plan.launch_first(leaves, copies, attributes, reading, deferred, layout.settings)
                         if result is COMPARE_FIRST:
                             break
                     elif not reading.same(attributes, comparison):
@@ -400,7 +400,7 @@ class GraphRunner:
                         return result
                     return put_entries(result, written_mappings(args, kwargs))
             else:  # no layout could serve the call
-                values = None if put_off is not None else values  # what was not compared must be read again
+                values = None if deferred is not None else values  # what was not compared must be read again
                 mappings = written_mappings(args, kwargs)  # list them now: the run may put other mappings into them
                 result = self._call_slowly(module, args, kwargs, context)
                 return put_entries(result, mappings) if mappings else result
@@ -734,7 +734,7 @@ class GraphRunner:
                     # show which device inputs are moved to. A run may keep a mode that the example passes.
                     if self.carried.stale and remaining_runs:
                         self.relearn()
-                    elif error.reason not in _PASSING or not remaining_runs:
+                    elif error.reason not in _TRANSIENT or not remaining_runs:
                         raise InputError(f"{method} cannot use this call: {error.explained}") from None
 
     def static_inputs(self, size: int | None) -> dict[str, Tensor]:

@@ -21,14 +21,14 @@ from torch.utils.hooks import RemovableHandle
 from simplegraph.base.context import CALLS
 from simplegraph.base.errors import CaptureError, ConfigError, did_you_mean, refuse_inside_capture
 from simplegraph.base.extras import harmless_step_hooks, memory_sources
-from simplegraph.base.patches import Door, plain
+from simplegraph.base.patches import Door, original_of
 from simplegraph.base.reasons import Reason
 from simplegraph.base.tensors import has_address
 from simplegraph.base.tensors import parts as parts_of
 from simplegraph.call.inputs import TensorArg
 from simplegraph.device.cuda.allocator import segments
 from simplegraph.device.emulator.arena import Arena
-from simplegraph.device.protocol import CAPTURE_LOCK, COMPARING_FIRST, GraphDevice, GraphPool
+from simplegraph.device.protocol import CAPTURE_LOCK, EARLY_LAUNCH_BLOCKERS, GraphDevice, GraphPool
 from simplegraph.device.select import graph_device
 from simplegraph.distributed.ranks import SingleRank
 from simplegraph.sleeping.cuda import CudaRegion
@@ -162,8 +162,8 @@ class Nap:
 
     def close_doors(self, holders: Sequence[Holder]) -> None:
         """Replace all methods that use the memory by ones that `knock` first. Call it with the pools' locks held."""
-        COMPARING_FIRST.add(self)
-        self._undo.callback(COMPARING_FIRST.discard, self)
+        EARLY_LAUNCH_BLOCKERS.add(self)
+        self._undo.callback(EARLY_LAUNCH_BLOCKERS.discard, self)
         for holder in holders:
             self._close(holder.graphs, _DOORS[holder.graphs in holder.managers])
             # The first method that a replay calls with the pool's lock; a replay may be waiting for the lock now.
@@ -174,7 +174,7 @@ class Nap:
             for module in holder.modules:
                 self._close(module, ["forward"])
                 self._close(module, ["_apply", "load_state_dict", "state_dict"], "weights")
-                self._close(plain(module), ["__getstate__"])  # a copy or pickle would have these doors, too
+                self._close(original_of(module), ["__getstate__"])  # a copy or pickle would have these doors, too
                 for optimizer in optimizers_of(module):
                     self._close(optimizer, ["load_state_dict", "state_dict", "__getstate__"], "weights")
                 # A layer may run by itself, as for a prefill.

@@ -327,7 +327,7 @@ class Recording:
     def forward(self) -> list[Tensor]:
         """Run the forward on static inputs, with stand-ins for its leaves."""
         call = self._call
-        captured_run = call.binding.counted[call.padded].captured_run(call.module, self._state_key)
+        captured_run = call.binding.repeated_changes[call.padded].captured_run(call.module, self._state_key)
         with captured_run, autocast_cache(enabled=self._caches):
             result = self.arguments.run(self._invoke)
         refusal = call.binding.refusal

@@ -268,7 +268,7 @@ class PairProof(PairReplay):
     def _verdict(self, proof: ReplayProof, graph: CapturedGraph, mismatch: str | None) -> None:
         plan, table, verdict = self.plan, self._table, proof.agree(mismatch)
         if verdict is None:
-            graph.prove(graph.descriptor.num_tokens)
+            graph.note_proven(graph.descriptor.num_tokens)
             plan.proven = not plan.unproven
             return
         cause = f"{verdict.text}: {verdict.difference}"
@@ -276,7 +276,7 @@ class PairProof(PairReplay):
         table.forget(plan.jobs[1:])
         self._record.refuse(CannotBind(Reason.CAPTURE_FAILED, cause))
         self._forward = None
-        proof.fail(verdict.text, verdict.difference, _REMEDY)
+        proof.raise_if_configured(verdict.text, verdict.difference, _REMEDY)
 
     def _leave_unverified(self, why: str) -> None:
         for graph in (self.plan.graph, *self.plan.backwards):

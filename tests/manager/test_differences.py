@@ -13,9 +13,9 @@ from simplegraph.manager.replay_proof import (
     Effects,
     ReplayProof,
     by_least_precise,
-    difference,
     first_difference,
     gap,
+    leaf_difference,
 )
 
 NAN, INF = float("nan"), float("inf")
@@ -33,7 +33,7 @@ NAN, INF = float("nan"), float("inf")
     ],
 )
 def test_equal_values_and_rounding_are_no_difference(device, actual, expected):
-    assert difference(torch.tensor(actual, device=device), torch.tensor(expected, device=device)) is None
+    assert leaf_difference(torch.tensor(actual, device=device), torch.tensor(expected, device=device)) is None
 
 
 @pytest.mark.parametrize(
@@ -49,35 +49,35 @@ def test_equal_values_and_rounding_are_no_difference(device, actual, expected):
     ],
 )
 def test_other_values_are_a_difference(device, actual, expected):
-    assert "differs" in difference(torch.tensor(actual, device=device), torch.tensor(expected, device=device))
+    assert "differs" in leaf_difference(torch.tensor(actual, device=device), torch.tensor(expected, device=device))
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.uint8])
 def test_integers_are_compared_exactly(device, dtype):
     one = torch.tensor([0, 1, 1], dtype=dtype, device=device)
-    assert difference(one, one.clone()) is None
-    assert difference(one, one.flip(0)) is not None
+    assert leaf_difference(one, one.clone()) is None
+    assert leaf_difference(one, one.flip(0)) is not None
 
 
 def test_large_integers_are_not_rounded_together(device):
     one = torch.tensor([2**53 + 1], device=device)
-    assert difference(one, torch.tensor([2**53], device=device)) is not None
+    assert leaf_difference(one, torch.tensor([2**53], device=device)) is not None
 
 
 def test_complex_values_are_compared(device):
     one = torch.tensor([1 + 2j], device=device)
-    assert difference(one, one.clone()) is None
-    assert difference(one, one.conj().resolve_conj()) is not None
-    assert difference(one, one * (1 + 1e-6)) is None
+    assert leaf_difference(one, one.clone()) is None
+    assert leaf_difference(one, one.conj().resolve_conj()) is not None
+    assert leaf_difference(one, one * (1 + 1e-6)) is None
 
 
 def test_shape_dtype_kind_and_count_are_compared(device):
     x = torch.zeros(2, 3, device=device)
-    assert "shape" in difference(x, x[:1])
-    assert "dtype" in difference(x, x.double())
-    assert "eager gives" in difference(x, None)
-    assert difference("a", "a") is None
-    assert difference(3, 4) is not None
+    assert "shape" in leaf_difference(x, x[:1])
+    assert "dtype" in leaf_difference(x, x.double())
+    assert "eager gives" in leaf_difference(x, None)
+    assert leaf_difference("a", "a") is None
+    assert leaf_difference(3, 4) is not None
     assert first_difference([x, 3], [x, 3]) is None
     assert "output 1" in first_difference([x, 3], [x, 4])
     assert first_difference([x], [x, x]) == "1 values, eager gives 2"
@@ -85,19 +85,19 @@ def test_shape_dtype_kind_and_count_are_compared(device):
 
 def test_to_the_bit_rounding_is_a_difference_and_nan_equals_itself(device):
     one = torch.tensor([1.0, 1000.0], device=device)
-    assert difference(one, one + torch.tensor([0.0, 1e-4], device=device)) is None
-    assert difference(one, one + torch.tensor([0.0, 1e-4], device=device), tolerance=EXACT) is not None
-    assert difference(one, one.clone(), tolerance=EXACT) is None
+    assert leaf_difference(one, one + torch.tensor([0.0, 1e-4], device=device)) is None
+    assert leaf_difference(one, one + torch.tensor([0.0, 1e-4], device=device), tolerance=EXACT) is not None
+    assert leaf_difference(one, one.clone(), tolerance=EXACT) is None
     broken = torch.tensor([NAN, 1.0], device=device)
-    assert difference(broken, broken.clone(), tolerance=EXACT) is None
+    assert leaf_difference(broken, broken.clone(), tolerance=EXACT) is None
 
 
 def test_what_two_runs_differ_by_is_allowed_and_no_more(device):
     one = torch.tensor([1.0, 2.0], device=device)
     noise = one + 1e-3
-    assert difference(one, one + 2e-3, tolerance=EXACT, noise=gap(one, noise)[0]) is None
-    assert difference(one, one + 2e-2, tolerance=EXACT, noise=gap(one, noise)[0]) is not None
-    assert difference(one, one + 2e-3, tolerance=EXACT, noise=0.0) is not None
+    assert leaf_difference(one, one + 2e-3, tolerance=EXACT, noise=gap(one, noise)[0]) is None
+    assert leaf_difference(one, one + 2e-2, tolerance=EXACT, noise=gap(one, noise)[0]) is not None
+    assert leaf_difference(one, one + 2e-3, tolerance=EXACT, noise=0.0) is not None
 
 
 class OneRank:
@@ -156,19 +156,19 @@ def test_rounding_and_noise_are_allowed_together(device):
 
 def test_another_size_may_round_more_but_integers_stay(device):
     one = torch.tensor([1.0, 2.0], dtype=torch.bfloat16, device=device)
-    assert difference(one, one * 1.06) is not None
-    assert difference(one, one * 1.06, tolerance=OTHER_SIZE) is None
-    assert difference(one, one * 1.5, tolerance=OTHER_SIZE) is not None
+    assert leaf_difference(one, one * 1.06) is not None
+    assert leaf_difference(one, one * 1.06, tolerance=OTHER_SIZE) is None
+    assert leaf_difference(one, one * 1.5, tolerance=OTHER_SIZE) is not None
     count = torch.tensor([3], device=device)
-    assert difference(count, count + 1, tolerance=OTHER_SIZE) is not None
+    assert leaf_difference(count, count + 1, tolerance=OTHER_SIZE) is not None
 
 
 def test_large_tensors_are_compared_whole(device):
     one = torch.zeros((1 << 24) + 3, dtype=torch.uint8, device=device)
     other = one.clone()
     other[-1] = 1
-    assert difference(one, other) is not None
-    assert difference(one, one.clone(), tolerance=EXACT) is None
+    assert leaf_difference(one, other) is not None
+    assert leaf_difference(one, one.clone(), tolerance=EXACT) is None
 
 
 def test_differences_are_named(device):
@@ -179,9 +179,9 @@ def test_differences_are_named(device):
 def test_what_was_computed_in_bfloat16_is_as_precise_as_that_wherever_it_is_stored(device):
     one = torch.tensor([1.0, 1.03], device=device)
     other = torch.ones(2, device=device)
-    assert difference(one, other, tolerance=by_least_precise(OTHER_SIZE, {torch.float32, torch.int64})) is not None
-    assert difference(one, other, tolerance=by_least_precise(OTHER_SIZE, {torch.float32, torch.bfloat16})) is None
-    assert difference(one, other, tolerance=by_least_precise(EXACT, {torch.bfloat16})) is not None
+    assert leaf_difference(one, other, tolerance=by_least_precise(OTHER_SIZE, {torch.float32, torch.int64})) is not None
+    assert leaf_difference(one, other, tolerance=by_least_precise(OTHER_SIZE, {torch.float32, torch.bfloat16})) is None
+    assert leaf_difference(one, other, tolerance=by_least_precise(EXACT, {torch.bfloat16})) is not None
     wide = by_least_precise(OTHER_SIZE, {torch.float64})
     assert wide[torch.bfloat16] == OTHER_SIZE[torch.bfloat16]
     assert wide[torch.float64] == OTHER_SIZE[torch.float64]

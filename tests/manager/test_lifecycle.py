@@ -150,9 +150,9 @@ def test_the_verdicts_of_row_counts_change_as_they_are_drawn() -> None:
     verdicts = [captured.verdict(3)]
     record.refuse_row_count(3)
     verdicts.append(captured.verdict(3))
-    record.happened(Event.CALLED)
+    record.apply(Event.CALLED)
     verdicts.append(captured.verdict(3))
-    captured.prove(3, 2, per_row_count=True)
+    captured.note_proven(3, 2, per_row_count=True)
     verdicts.append(captured.verdict(3))
     assert (captured.verdict(3), captured.verdict(4)) == (RowVerdict.PROVEN, RowVerdict.DUE)
     captured.replays_until_proof -= 2
@@ -167,7 +167,7 @@ def test_the_verdicts_of_row_counts_change_as_they_are_drawn() -> None:
 
 def test_one_comparison_stands_for_all_row_counts_where_ranks_may_differ_in_theirs() -> None:
     captured = graph()
-    captured.prove(3, 2)
+    captured.note_proven(3, 2)
     assert [captured.verdict(rows) for rows in (1, 3, 4)] == [RowVerdict.PROVEN] * 3
 
 
@@ -175,7 +175,7 @@ def test_distances_between_comparisons_double() -> None:
     captured = graph()
     distances = []
     for _ in range(3):
-        captured.prove(4, 5, per_row_count=True)
+        captured.note_proven(4, 5, per_row_count=True)
         distances.append(captured.replays_until_proof)
         captured.replays_until_proof = 0
     assert distances == [5, 10, 20]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import simplegraph as sg
 from simplegraph.base.reasons import Reason
-from simplegraph.call.refusals import _LONGEST_REST, _SURE
+from simplegraph.call.refusals import _MAX_CALLS_UNCHECKED, _SURE
 from simplegraph.guard.holder_reader import HolderReader
 
 
@@ -44,17 +44,17 @@ def test_looks_become_rare(device: torch.device, no_grad: None, monkeypatch: pyt
     looks = []
     look = HolderReader.look
     monkeypatch.setattr(HolderReader, "look", lambda reader, module: looks.append(1) or look(reader, module))
-    for _ in range(2 * (_LONGEST_REST + 1)):
+    for _ in range(2 * (_MAX_CALLS_UNCHECKED + 1)):
         torch.testing.assert_close(wrapped(x), plain.linear(x), rtol=0, atol=0)
     assert len(looks) <= 12
-    assert plain.runs == _SURE + 200 + 2 * (_LONGEST_REST + 1)  # every call is a run, and one more learnt of it
+    assert plain.runs == _SURE + 200 + 2 * (_MAX_CALLS_UNCHECKED + 1)  # every call is a run, and one more learnt of it
     assert wrapped.graph_stats.eager[Reason.CAPTURE_FAILED] == plain.runs - 1
 
 
 def test_what_ends_the_refusal_is_noticed_after_the_rest(device: torch.device, no_grad: None) -> None:
     plain, wrapped, x = refused(device, 300)
     plain.counts = False
-    for _ in range(_LONGEST_REST + 8):
+    for _ in range(_MAX_CALLS_UNCHECKED + 8):
         torch.testing.assert_close(wrapped(x), plain.linear(x))
     assert wrapped.graph_stats.replays > 0
     replays = wrapped.graph_stats.replays
@@ -88,7 +88,7 @@ def test_a_value_that_changes_during_a_rest_is_right_then_and_in_graphs_after_it
         for _ in range(10):
             torch.testing.assert_close(wrapped(x), plain.linear(x) * scale)
     plain.counts = False
-    for step in range(3 * _LONGEST_REST):
+    for step in range(3 * _MAX_CALLS_UNCHECKED):
         plain.scale = 2.0 + step % 2
         torch.testing.assert_close(wrapped(x), plain.linear(x) * plain.scale)
     assert wrapped.graph_stats.replays > 0
@@ -184,7 +184,7 @@ def test_calls_that_are_refused_before_they_are_read_rest_too_while_graphs_serve
                 wrapped(refused)
             looks.clear()
             plain.scale = scale
-            for _ in range(2 * (_LONGEST_REST + 1)):
+            for _ in range(2 * (_MAX_CALLS_UNCHECKED + 1)):
                 torch.testing.assert_close(wrapped(refused), plain.linear(refused) * scale)
         assert not looks
         plain.eval()
@@ -254,7 +254,7 @@ def test_a_first_layer_that_is_replaced_by_a_frozen_one_is_served_and_the_old_on
     old = weakref.ref(plain.linear.weight)
     kept = plain.linear
     plain.linear = nn.Linear(4, 4, device=device).requires_grad_(False)
-    for _ in range(_LONGEST_REST + 8):
+    for _ in range(_MAX_CALLS_UNCHECKED + 8):
         torch.testing.assert_close(wrapped(x), plain.linear(x))
     assert wrapped.graph_stats.replays > 0
     del kept

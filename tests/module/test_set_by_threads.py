@@ -100,7 +100,7 @@ def test_a_number_that_is_set_once_during_a_capture_costs_one_capture(
 
 def test_another_thread_may_reset_graphs_at_any_time(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     model: Any = sg.wrap(Scaled().to(device).eval(), capture_sizes=[4], progress=False)
-    why, threads = PlaceHistory.why_restless, list[threading.Thread]()
+    why, threads = PlaceHistory.why_volatile, list[threading.Thread]()
 
     def resetting(history: PlaceHistory) -> str:
         if not threads:
@@ -109,7 +109,7 @@ def test_another_thread_may_reset_graphs_at_any_time(device: torch.device, monke
             threads[0].join(0.2)
         return why(history)
 
-    monkeypatch.setattr(PlaceHistory, "why_restless", resetting)
+    monkeypatch.setattr(PlaceHistory, "why_volatile", resetting)
     for number in range(20):
         model.scale = float(number)
         x = torch.randn(4, WIDTH, device=device)

@@ -16,7 +16,7 @@ from simplegraph.guard.survey import Survey
 def captured(module: nn.Module, *values: Tensor) -> CapturedState:
     """The state of graphs of a module whose captures took the values of these."""
     state = CapturedState(module)
-    state.take(MemoryRead(values=dict(enumerate(values))), Survey(module))  # type: ignore[arg-type]
+    state.add(MemoryRead(values=dict(enumerate(values))), Survey(module))  # type: ignore[arg-type]
     return state
 
 
@@ -90,10 +90,10 @@ def test_what_changed_between_two_captures_makes_the_first_stale() -> None:
     module = Scaled(temperature)
     read = MemoryRead(values={(1,): temperature})
     state = CapturedState(module)
-    state.take(read, Survey(module))
+    state.add(read, Survey(module))
     temperature.data.fill_(2.0)
     read.values[2,] = scale
-    state.take(read, Survey(module))
+    state.add(read, Survey(module))
     assert state.moved()
     assert state.what_moved() == ["inner.temperature (changed on the CPU)"]
 

@@ -247,7 +247,7 @@ MUTANTS = [
     Mutant(
         "settings of torch are not compared before a replay",
         "serve/runner.py",
-        "                if put_off is None and not layout.settings.hold():\n                    continue\n",
+        "                if deferred is None and not layout.settings.hold():\n                    continue\n",
         "",
         ("tests/module/test_torch_state.py", "tests/module/test_settings_of_the_recording.py"),
     ),
@@ -969,7 +969,7 @@ MUTANTS = [
     Mutant(
         "calls that are refused are never looked at again",
         "call/refusals.py",
-        "elif layout is not None and self.rest >= 0:",
+        "elif layout is not None and self.calls_unchecked >= 0:",
         "elif layout is not None:",
         ("tests/module/test_rests.py",),
     ),
@@ -1670,14 +1670,14 @@ MUTANTS = [
     Mutant(
         "memory that wrappers share is overwritten in vain",
         "call/plan.py",
-        "if not (self.pool.shared or COMPARING_FIRST or ",
-        "if not (COMPARING_FIRST or ",
+        "if not (self.pool.shared or EARLY_LAUNCH_BLOCKERS or ",
+        "if not (EARLY_LAUNCH_BLOCKERS or ",
         FIRST,
     ),
     Mutant(
         "memory that sleeps is written in vain",
         "call/plan.py",
-        "if not (self.pool.shared or COMPARING_FIRST or ",
+        "if not (self.pool.shared or EARLY_LAUNCH_BLOCKERS or ",
         "if not (self.pool.shared or ",
         SLEEP,
     ),
@@ -1852,7 +1852,7 @@ MUTANTS = [
     Mutant(
         "graphs go on though an eager break of a replay set what the forward reads",
         "guard/place_history.py",
-        "        self.breaks.rest(changed, call)\n        for place",
+        "        self.breaks.suspend(changed, call)\n        for place",
         "        for place",
         ("tests/graph/breaks/test_side_effects.py",),
     ),

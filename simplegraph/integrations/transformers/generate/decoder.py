@@ -22,7 +22,7 @@ from simplegraph.integrations.transformers.generate.cache.layers import CacheLay
 from simplegraph.integrations.transformers.generate.cache.store import CacheStore
 from simplegraph.integrations.transformers.generate.launch import Launch
 from simplegraph.integrations.transformers.generate.token_step import POSITIONS, SHORTEN_MASK, masks_source
-from simplegraph.manager.replay_proof import EXACT, TOLERANCE, by_least_precise, difference
+from simplegraph.manager.replay_proof import EXACT, TOLERANCE, by_least_precise, leaf_difference
 from simplegraph.manager.stats import CaptureSummary
 
 _SMALLEST_SPAN = 256  # positions; attending to fewer saves no time
@@ -73,7 +73,7 @@ class StepInputs(NamedTuple):
         expected = earlier.later(1, ids_name, self.tokens[ids_name])
         tensors, expected_tensors = {**self.tokens, **self.carried}, {**expected.tokens, **expected.carried}
         return next(
-            (name for name in self.names if difference(tensors[name], expected_tensors[name], tolerance=EXACT)), ""
+            (name for name in self.names if leaf_difference(tensors[name], expected_tensors[name], tolerance=EXACT)), ""
         )
 
 
@@ -301,7 +301,7 @@ class FixedCacheDecoder:
             return f"{type(error).__name__}: {error} at {user_location(error)}"
         dtypes = {expected.dtype, self.model.dtype}  # some return logits of half precision as float32
         tolerance = by_least_precise(TOLERANCE, dtypes)
-        texts = (difference(*pair, tolerance=tolerance) for pair in zip(logits, expected, strict=True))
+        texts = (leaf_difference(*pair, tolerance=tolerance) for pair in zip(logits, expected, strict=True))
         differences = [text for text in texts if text is not None]
         # In half precision, rounding may route a row to another expert.
         allowed = 0 if dtypes.isdisjoint({torch.float16, torch.bfloat16}) else len(logits) // 2
