@@ -3,7 +3,7 @@
 protocol     `GraphDevice`: the operations that captures and replays need of a device
 inventory    asks the driver which memory captured graphs touch
 select       the `GraphDevice` of a torch device
-cuda         the GPU. CUDA is called here, and in `sleeping` for memory that sleeps
+cuda         the GPU. Captures and replays call CUDA only here; sleep, the audit and first uses of libraries do, too
 emulator     the emulator, on CPU tensors
 saved_state  saves and restores memory and random generators that a run may change
 kernels      tells by a kernel's name which library launches it

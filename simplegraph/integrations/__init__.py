@@ -1,5 +1,18 @@
 """CUDA graphs for models of other libraries, one folder per library; the models' code is unchanged.
 
+graphed_parts   graphs for parts of an object, in place
+handle          what a user gets: undo and reset
+diffusers       pipelines of diffusers
+transformers    generation and encoders of transformers
+tensordict      TensorDicts and their modules
+prometheus      counters for Prometheus
+lengths         pads the lengths of calls
+rehearsal       runs a forward ahead, and undoes it
+parts           `wrap_parts`: graphs for the largest submodules that can have them
+mask_decisions  decides on masks as eager does
+advice          trials of `advise` for models of which only parts can have graphs
+mypy            a plugin for mypy
+
 `LateExtras` implements the interface through which the core calls extras, and imports each extra at its first use.
 """
 

@@ -108,7 +108,7 @@ class GraphCapture:
             }
             ranks.begin(shared, ", ".join(job.label for job in jobs), table.device)
         if not jobs:
-            return CaptureSummary(0, self._failed, 0.0, 0, switched_off=table.config.mode is CudaGraphMode.NONE)
+            return CaptureSummary(failed=self._failed, switched_off=table.config.mode is CudaGraphMode.NONE)
         free_before, before = table.device.free_memory(), table.stats.captures
         with table.releasing_unused_pool():
             self._run_session(num_warmups, rehearsals)

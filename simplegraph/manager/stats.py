@@ -537,10 +537,10 @@ class CaptureSummary:
         switched_off: True if nothing was captured because graphs are switched off.
     """
 
-    captured: int
-    failed: dict[str, CaptureError]
-    seconds: float
-    bytes: int
+    captured: int = 0
+    failed: dict[str, CaptureError] = dataclasses.field(default_factory=dict)
+    seconds: float = 0.0
+    bytes: int = 0
     parts: Mapping[str, float] = dataclasses.field(default_factory=dict)
     switched_off: bool = False
 

@@ -112,8 +112,8 @@ class GraphBuilder(ObservedRuns):
     def missing_upfront(self, call: Call) -> str:
         """Describe the graph that should have been captured up front for a call."""
         unlike = "" if call.binding.called else self.difference_to_captured(call)
-        method = self.manager.stats.capture_method
-        return unlike or f"batch size {call.batch}{f'; use {method}' * bool(method)}"
+        remedy = f"; use {method}" if (method := self.manager.stats.capture_method) else ""
+        return unlike or f"batch size {call.batch}{remedy}"
 
     def lacking(self, call: Call) -> Reason | None:
         """Return the reason why a call cannot be padded yet; None if it can."""
@@ -274,7 +274,7 @@ class GraphBuilder(ObservedRuns):
         done = table.graphs.keys() | (table.failures.keys() if following else ())
         jobs = [job for job in self._jobs(call, inputs, self.manager.descriptors()) if job.key not in done]
         if following and not jobs:
-            return CaptureSummary(0, {}, 0.0, 0)
+            return CaptureSummary()
         summary = self.build(call, inputs, jobs[: 1 if following else None], lazy=False, following=following)
         binding.note_eager_run()
         self.reader.learn(call.batch, call.leaves, call.spec)

@@ -708,9 +708,7 @@ class GraphRunner:
         method = "capture_next" if following else "capture_graphs"
         _refuse_inside_forward(method)
         if self._record.disabled is Reason.SWITCHED_OFF:
-            return CaptureSummary(
-                0, {}, 0.0, 0, switched_off=True
-            )  # no error, so that programs run without graphs, too
+            return CaptureSummary(switched_off=True)  # no error, so that programs run without graphs, too
         remaining_runs = _RUNS_TO_SETTLE
         with self._lock, torch.no_grad():
             while True:

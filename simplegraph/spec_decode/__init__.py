@@ -1,5 +1,10 @@
 """Speculative decoding in graphs: a draft model proposes tokens, and the target verifies them. Holds no engine.
 
+eagle       EAGLE drafting in two graphs
+acceptance  decides which drafts the target accepts
+advance     positions and slots of the next tokens
+buffers     the protocol of draft models, and what drafters run on
+
 Example:
     >>> proposals = Proposals(num_slots=64, num_draft_tokens=5, device="cuda")
     >>> drafter = EagleDrafter(draft, prefill, decode, proposals, num_draft_tokens=5)

@@ -6,6 +6,6 @@ and random generators are restored. A replay runs the recorded operators again, 
 
     arena       the memory of captures, their pool, and segments, which replay
     rules       the operators that write, read back to Python, or do nothing on a device
-    recording   runs and records operators between `begin` and `end`
+    capture     runs and records operators between `begin` and `end`
     device      the `GraphDevice` protocol on top of these
 """

@@ -1,4 +1,12 @@
-"""CUDA graphs for models of transformers: `graph_generation` and `graph_encoder`. Defines no models."""
+"""CUDA graphs for models of transformers: `graph_generation` and `graph_encoder`. Defines no models.
+
+generate       `graph_generation`
+encoding       `graph_encoder`
+graphed_model  their base classes
+overrides      overrides methods of a model, and restores them
+masks          answers if the model is being traced
+refusals       refuses calls by properties of the model
+"""
 
 from __future__ import annotations
 
