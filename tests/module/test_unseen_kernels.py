@@ -349,8 +349,8 @@ def test_work_on_a_stream_that_the_capture_does_not_know_is_never_run_by_a_recor
 ) -> None:
     """On a GPU it would run at once, beside the capture, and count twice."""
     device, apart = emulator(), [False]
-    is_capturing = type(device).is_capturing
-    monkeypatch.setattr(type(device), "is_capturing", lambda self: not apart[0] and is_capturing(self))
+    is_capturing = device.is_capturing
+    monkeypatch.setattr(device, "is_capturing", lambda: not apart[0] and is_capturing())
 
     class Apart(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
