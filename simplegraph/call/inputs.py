@@ -254,27 +254,34 @@ def _over_and_over(tensor: Tensor, dim: int, count: int, first: int = 0) -> Tens
 
 
 class InputSet:
-    """The static inputs of one signature, for sizes up to `rows`.
+    """The static inputs of one signature.
+
+    Args:
+        args: the arguments of its calls.
+        capacity: the most rows of a size that uses them.
+        leaves: of one such call.
 
     Attributes:
+        inputs: the static input of each argument, by name.
+        hosted: those of arguments that a forward is passed on the CPU.
         dirty: rows from this index on hold their padding values (only inputs with the batch dimension first).
         handed_out: True if a caller has views of the buffers, so that their contents are unknown.
-        buffer_spans: the addresses of the buffers; storages: storage keys of the buffers, also of those on the CPU.
-        hosted: the static inputs of arguments that a forward is passed on the CPU.
+        buffer_spans: the addresses of the buffers.
+        storages: storage keys of the buffers, also of those on the CPU.
     """
 
-    def __init__(self, args: Sequence[Arg], rows: int, leaves: Sequence[Any]) -> None:
-        self.rows = rows
+    def __init__(self, args: Sequence[Arg], capacity: int, leaves: Sequence[Any]) -> None:
+        self.capacity = capacity
         self.dirty, self.handed_out = 0, False
         with static_memory(args):
             self.inputs: dict[str, StaticInput] = {
-                arg.name: StaticInput(arg, rows, leaf)
+                arg.name: StaticInput(arg, capacity, leaf)
                 for arg, leaf in zip(args, leaves, strict=True)
                 if isinstance(arg, TensorArg)
             }
-        views = [item.view(rows) for item in self.inputs.values() if item._reference is None]
+        views = [item.view(capacity) for item in self.inputs.values() if item._reference is None]
         self.hosted = [item for item in self.inputs.values() if item.host is not None]
-        passed = [item.passed(rows, rows) for item in self.hosted]
+        passed = [item.passed(capacity, capacity) for item in self.hosted]
         self.buffer_spans, self.storages = Spans(views), set(map(storage_key, (*views, *passed)))
 
     def load_hosts(self, padded: int) -> None:
@@ -290,7 +297,7 @@ class InputSet:
             if isinstance(arg, HostArg):
                 arguments.add(arg.name, arg.leaf, by_value=True)
         for static in self.hosted:
-            arguments.add(static.arg.name, static.passed(self.rows, self.rows), static.buffer)
+            arguments.add(static.arg.name, static.passed(self.capacity, self.capacity), static.buffer)
         return arguments
 
     def leaves(self, args: Sequence[Arg], padded: int) -> list[Any]:
@@ -320,13 +327,13 @@ class InputSet:
 
     def forget_padding(self) -> None:
         """Note that no row is known to hold its padding value, since any row may have been written."""
-        self.dirty = self.rows
+        self.dirty = self.capacity
 
     def clean(self, start: int) -> None:
         """Set all rows from `start` on to their padding values, in inputs with the batch dimension first."""
         for static in self.inputs.values():
             if static.rows_first and static.pads_with_number and start < self.dirty:
-                static.part(self.rows, start, self.dirty).fill_(static.pad_number)
+                static.part(self.capacity, start, self.dirty).fill_(static.pad_number)
         self.dirty = start
 
     def detached(self, sources: Sequence[Tensor]) -> list[Tensor]:
@@ -336,8 +343,8 @@ class InputSet:
     @property
     def memory(self) -> dict[str, int]:
         """The storage keys of the tensors that a forward is passed, by name."""
-        hosts = {item.arg.name: storage_key(item.passed(self.rows, self.rows)) for item in self.hosted}
-        return {name: storage_key(item.view(self.rows)) for name, item in self.inputs.items()} | hosts
+        hosts = {item.arg.name: storage_key(item.passed(self.capacity, self.capacity)) for item in self.hosted}
+        return {name: storage_key(item.view(self.capacity)) for name, item in self.inputs.items()} | hosts
 
 
 def aliases(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:

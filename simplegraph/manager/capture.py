@@ -206,7 +206,7 @@ class GraphCapture:
         undo(self.probes, Undone.RUN)  # done flags of earlier runs count for none of these jobs
         for job in jobs:
             if bar is not None:
-                bar.set_postfix(size=job.rows, free=f"{self.table.device.free_memory() / 2**30:.1f} GiB")
+                bar.set_postfix(size=job.padded, free=f"{self.table.device.free_memory() / 2**30:.1f} GiB")
             errors |= self._capture_one(session, self._new_run(job, recorded=True, observed=job.label in observed))
             if bar is not None:
                 bar.update(job.label not in errors)
@@ -239,7 +239,7 @@ class GraphCapture:
     ) -> Run:
         # If probes noted that eager runs take other branches, warmups take the branches of recordings.
         as_recorded = recorded or bool(self.table.constants.probe_counts)
-        return Run(job.key, job, job.label, job.rows, recorded, as_recorded, rehearsed, observed)
+        return Run(job.key, job, job.label, job.padded, recorded, as_recorded, rehearsed, observed)
 
     def _capture_one(self, session: CaptureSession, run: Run) -> dict[str, CaptureError]:
         """Capture a job into the table; return the error on this rank, by label."""

@@ -226,7 +226,7 @@ class CapturedGraph:
         return RowVerdict.DUE if verdict is RowVerdict.PROVEN and not self.replays_until_proof else verdict
 
     @property
-    def rows(self) -> Collection[int] | None:
+    def compared_row_counts(self) -> Collection[int] | None:
         """The row counts that this graph or an earlier one was compared at; empty before the first comparison.
 
         None if one comparison stands for all row counts, or if no comparison is made.

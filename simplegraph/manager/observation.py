@@ -146,7 +146,7 @@ class Observation(Probe):
         copies, answers = constants.copies(job.key), constants.answers(job.key)
         steady = SteadyReads(device.torch_device, job.tensors, answers) if job.tensors and answers else None
         host = self._host = HostCapture(device.torch_device, copies, job.name, job.arguments, steady)
-        observer = MemoryObserver(device, job.rows, self.observers[-1] if job.follows else None)
+        observer = MemoryObserver(device, job.padded, self.observers[-1] if job.follows else None)
         run.made = observer.made
         followed = run.observed or constants.met_host or job.arguments or self._answered
         try:

@@ -86,7 +86,7 @@ class CaptureJob:
     values: Described | None = dataclasses.field(default=None, compare=False)
 
     @property
-    def rows(self) -> int:
+    def padded(self) -> int:
         """The padded batch size."""
         return self.descriptor.num_tokens
 

@@ -213,7 +213,7 @@ class GraphBuilder(ObservedRuns):
         """Find or make the static inputs of a call's padded size."""
         sets, args = call.binding.inputs, call.layout.args
         inputs = self.inputs_of.get(call.key) or next(
-            (input_set for input_set in sets if input_set.rows >= call.padded), None
+            (input_set for input_set in sets if input_set.capacity >= call.padded), None
         )
         if inputs is None:
             largest = max((d.num_tokens for _, d in self.manager.descriptors()), default=call.padded)
@@ -322,7 +322,7 @@ class GraphBuilder(ObservedRuns):
             if (graph := self.manager.table.graphs.get(job.key)) is not None:
                 self.inputs_of[job.key] = inputs
                 if job.key in self.manager.table.traces:
-                    call.binding.note_trace(job.rows, self.manager.table.traces[job.key])
+                    call.binding.note_trace(job.padded, self.manager.table.traces[job.key])
                 call.binding.learn_outputs(job.descriptor.num_tokens, *self.plan_kind.returned(graph.program))
         if self.state is None:
             self.state = CapturedState(call.module)

@@ -190,7 +190,7 @@ class CallCapture(Probe):
         sliced = binding.outputs.is_learnt or len({kind.num_tokens for _, kind in manager.descriptors()}) > 1
         for job in self._jobs if call.breaks else ():
             if (seen := manager.table.traces.get(job.key)) is not None:
-                binding.note_trace(job.rows, seen)
+                binding.note_trace(job.padded, seen)
         sliced = sliced and (not call.breaks or binding.break_rows is not None)
         if (sliced and confirmed) or binding.padding_refusal or binding.refusal or call.padded == 1:
             return

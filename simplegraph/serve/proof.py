@@ -183,14 +183,15 @@ class _CallProof:
         Half of the rows double such an effect. Return the difference; None if there is none.
         """
         plan, graph = self._plan, self._plan.graph
-        compared = graph.rows is None or any(rows < plan.padded for rows in graph.rows)
+        row_counts = graph.compared_row_counts
+        is_compared = row_counts is None or any(rows < plan.padded for rows in row_counts)
         # Ranks may have different batch sizes. Breaks may run only once. Fewer rows draw other random numbers.
-        if compared or graph.program.breaks or proof.draws or self._ranks.size > 1:
+        if is_compared or graph.program.breaks or proof.draws or self._ranks.size > 1:
             return None
         mismatch, half = None, (plan.rows + 1) // 2
         with Undo(None, ()) as undo:
             undo.watch(self._call.module, code=True, plain=self._call.plain)
-            if not graph.rows:
+            if not row_counts:
                 try:
                     eager, mismatch = self._run_part(proof, plan.padded)
                 except Exception as error:

@@ -65,7 +65,7 @@ class Holder:
             yield from (("a tensor from elsewhere", owned.tensor) for owned in builder.seen.read.elsewhere.values())
             for inputs in builder.inputs_of.values():
                 for name, static_input in inputs.inputs.items():
-                    yield f"argument {name}", static_input.view(inputs.rows)
+                    yield f"argument {name}", static_input.view(inputs.capacity)
         for manager in self.managers:
             yield from (("a buffer of the engine", tensor) for tensor in manager.kept_alive)
             yield from (("a tensor that no operator named", tensor) for tensor in manager.table.foreign)

@@ -429,7 +429,7 @@ MUTANTS = [
     Mutant(
         "a first padded replay is compared up to rounding alone",
         "serve/proof.py",
-        "            if not graph.rows:\n",
+        "            if not row_counts:\n",
         "            if False:\n",
         PROOFS,
     ),
