@@ -198,7 +198,8 @@ def shown(key: Any) -> str:
     """Format a key for names; of an object the class, since the object's text would run code."""
     if type(key) is tuple:
         return f"({', '.join(map(shown, key))})"
-    return str(key) if type(key) in _SHOWN else f"<{type(key).__name__}>"
+    text = str(key) if type(key) in _SHOWN else f"<{type(key).__name__}>"
+    return text if text.isprintable() else text.encode("unicode_escape").decode()
 
 
 def holder_of(thing: Any, key: Any) -> Any:

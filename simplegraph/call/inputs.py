@@ -114,8 +114,11 @@ Arg = TensorArg | ConstantArg
 
 
 def short_repr(value: Any) -> str:
-    """Return an object's repr, shortened for a report."""
-    text = " ".join(repr(value).split()).removeprefix("torch.")
+    """Return an object's repr, shortened for a report; the name of its class if it has none."""
+    try:
+        text = " ".join(repr(value).split()).removeprefix("torch.")
+    except Exception:  # a user's own, or that of a very long number
+        text = f"<{type(value).__name__}>"
     return text if len(text) <= _LONGEST_REPR else f"{text[: _LONGEST_REPR - 3]}..."
 
 

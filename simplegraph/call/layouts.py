@@ -50,9 +50,11 @@ class CallTable:
 
     def reader(self, module: Any) -> CallReader:
         """Return the reader of the module's calls, which names their leaves."""
+        forward = module.function if isinstance(module, FunctionModule) else module.forward
         if self._reader is None:
-            self._reader = CallReader(module.forward, self._config, argument_rules(module))
+            self._reader = CallReader(forward, self._config, argument_rules(module))
             self.refusals.reader = self._reader
+        self._reader.use(forward, hooked=bool(module._forward_pre_hooks or module._forward_hooks))
         return self._reader
 
     def batch_size(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:

@@ -7,7 +7,8 @@ import inspect
 import itertools
 import operator
 import types
-from collections.abc import Callable, Container, Hashable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Collection, Container, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -156,6 +157,16 @@ _MODULES: dict[type[nn.Module], Callable[[Any], ArgumentRules]] = {
 }
 
 
+def defaults_of(function: types.FunctionType) -> dict[str, Any]:
+    """Return the present defaults of a function's parameters, by name, except those that are positional only."""
+    code, defaults = function.__code__, function.__defaults__ or ()
+    names = code.co_varnames[: code.co_argcount]
+    by_name = dict(zip(names[len(names) - len(defaults) :], defaults, strict=True))
+    for name in names[: code.co_posonlyargcount]:  # a keyword of this name is another argument
+        by_name.pop(name, None)
+    return by_name | (function.__kwdefaults__ or {})
+
+
 class CallReader:
     """Reads the calls of one module: names the leaves, finds batch dimensions, and learns from calls.
 
@@ -183,14 +194,40 @@ class CallReader:
         self._pads = {**rules.pads, **config.pad_values}
         self._captures_one = config.capture_sizes is None or 1 in config.capture_sizes
         check_names(forward, config)
-        parameters = inspect.signature(forward).parameters.values()
-        self._positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-        self._var_positional = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "args")
-        self._defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
-        named = sorted(p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD))
-        self._places = {name: place for place, name in enumerate(named)}  # of arguments, in any order that they come in
         # By the form of a call without shapes: {name of a leaf: {batch size: shape}}. The latest form comes last.
         self._seen: dict[Hashable, dict[str, dict[int, tuple[int, ...]]]] = {}
+        self._function: Any = None  # a weak reference, lest a replaced forward be kept alive
+        self._kinds: list[tuple[str, Any]] | None = None  # names and kinds of the parameters
+        self.use(forward)
+
+    def use(self, forward: Callable[..., Any], *, hooked: bool = False) -> None:
+        """Read calls by the parameters of this forward, and by the defaults that it has now.
+
+        Args:
+            forward: it may have been replaced, or got other defaults, since the last call.
+            hooked: True if hooks see the arguments of calls: they may tell a default from an argument left out.
+        """
+        function: Any = getattr(forward, "__func__", forward)
+        is_function = type(function) is types.FunctionType
+        if not is_function or self._function is None or self._function() is not function:
+            self._function = weakref.ref(function) if is_function else None
+            self._read_parameters(inspect.signature(forward).parameters.values())
+        # The function's own: those of a function that it decorates are not what it is called with.
+        self._defaults = defaults_of(function) if is_function and not hooked else {}
+
+    def _read_parameters(self, parameters: Collection[inspect.Parameter]) -> None:
+        """Take the parameters' names; what was learnt by other names is forgotten."""
+        kinds = [(p.name, p.kind) for p in parameters]
+        if kinds != self._kinds:
+            self._kinds = kinds
+            self._seen.clear()
+            self.hosts.clear()
+            self._positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+            self._positional_only = {p.name for p in parameters if p.kind is p.POSITIONAL_ONLY}
+            self._var_positional = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "args")
+            self._var_keyword = next((p.name for p in parameters if p.kind is p.VAR_KEYWORD), "kwargs")
+            named = sorted(p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD))
+            self._places = {name: place for place, name in enumerate(named)}  # in any order that arguments come in
 
     def leaves(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[Any], list[str], TreeSpec]:
         """Return a call's leaves, their names, and their structure."""
@@ -204,9 +241,13 @@ class CallReader:
     def _arguments(self, spec: TreeSpec) -> list[tuple[str, TreeSpec]]:
         """Return the name and the structure of each argument of a call."""
         positional, keyword = spec.children
-        extra_names = (f"{self._var_positional}.{index}" for index in range(len(positional.children)))
-        names = itertools.chain(self._positional, extra_names)
-        return [*zip(names, positional.children), *zip(keyword.keys, keyword.children)]  # noqa: B905
+        extra = f"{self._var_positional}."
+        names = itertools.chain(self._positional, (f"{extra}{index}" for index in range(len(positional.children))))
+        keywords = [
+            f"{self._var_keyword}.{key}" if key in self._positional_only or key.startswith(extra) else key
+            for key in keyword.keys
+        ]
+        return [*zip(names, positional.children), *zip(keywords, keyword.children)]  # noqa: B905
 
     def _in_one_order(self, spec: TreeSpec, left_out: set[str]) -> list[tuple[str, TreeSpec]]:
         """Return the same in the order of parameters; the order of other keywords stays, since a forward can see it."""
@@ -525,6 +566,7 @@ def _compares_by_value(value: Any) -> bool:
     kind = type(value)
     try:
         hash(value)
+        constant_key(value)  # the text of a number of a user's class
     except Exception:  # such as an array, a set, or an object of a user's class
         return kind is slice
     for base in (tuple, frozenset):

@@ -359,6 +359,7 @@ class LengthBuckets:
     def _read(self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> PaddedCall:
         if self._reader is None:
             self._reader = CallReader(module.forward, self.config, argument_rules(module))
+        self._reader.use(module.forward)
         call = PaddedCall((args, kwargs), *self._reader.leaves(args, kwargs), self.config, self._reader)
         if not call.padded:
             self._longest = max(self._longest, call.length)

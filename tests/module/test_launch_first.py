@@ -394,6 +394,30 @@ def test_a_static_input_that_is_passed_shifted_is_not_overwritten(device):
         close(static, before)
 
 
+def test_an_interrupt_while_inputs_are_copied_leaves_no_padding_behind(device, monkeypatch):
+    """As by Ctrl-C: the rows of a larger call would count as padding of the next one."""
+
+    class Total(nn.Module):
+        def forward(self, x, y):
+            return x + y + x.sum(0, keepdim=True)
+
+    model = sg.wrap(Total().eval(), capture_sizes=[8], pad_values={"x": 0.0, "y": 0.0}, progress=False)
+    calls = {rows: [torch.ones(rows, WIDTH, device=device) for _ in range(2)] for rows in (3, 8)}
+    for _ in range(10):
+        for passed in calls.values():
+            model(*passed)
+    model(*calls[8])
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("simplegraph.call.plan._copy_all", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            model(*calls[3])
+    close(model(*calls[3]), model.forward(*calls[3]))
+
+
 @pytest.mark.parametrize("kind", [Looked, Gathered])
 def test_what_takes_an_index_is_compared_first(device, kind):
     """On a GPU, an index that is out of range ends the process's use of the GPU."""

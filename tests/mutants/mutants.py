@@ -34,6 +34,7 @@ DRAFTS = ("tests/spec_decode/test_acceptance.py",)
 SLEEPING = ("tests/sleeping/test_sleep.py",)
 SCRAPES = ("tests/integrations/test_prometheus.py",)
 FIRST = ("tests/module/test_launch_first.py",)
+DEFAULTS = ("tests/module/test_defaults.py",)
 ANSWERS = ("tests/module/test_padding.py", "tests/module/test_replay.py", "tests/module/test_outputs.py")
 
 
@@ -836,8 +837,8 @@ MUTANTS = [
     Mutant(
         "a key is asked for its own text",
         "base/walk.py",
-        'return str(key) if type(key) in _SHOWN else f"<{type(key).__name__}>"',
-        "return str(key)",
+        'text = str(key) if type(key) in _SHOWN else f"<{type(key).__name__}>"',
+        "text = str(key)",
         WALK,
     ),
     Mutant(
@@ -1661,6 +1662,41 @@ MUTANTS = [
         DRAFTS,
     ),
     Mutant(
+        "a forward that was replaced is read by the parameters of the one before",
+        "call/layouts.py",
+        "        self._reader.use(forward, hooked=bool(module._forward_pre_hooks or module._forward_hooks))\n",
+        "",
+        DEFAULTS,
+    ),
+    Mutant(
+        "hooks do not see which arguments were passed",
+        "call/layouts.py",
+        "hooked=bool(module._forward_pre_hooks or module._forward_hooks)",
+        "hooked=False",
+        DEFAULTS,
+    ),
+    Mutant(
+        "a keyword is taken for a positional argument of its name",
+        "call/signature.py",
+        "key in self._positional_only or key.startswith(extra)",
+        "key.startswith(extra)",
+        DEFAULTS,
+    ),
+    Mutant(
+        "a keyword is taken for one of more arguments",
+        "call/signature.py",
+        "key in self._positional_only or key.startswith(extra)",
+        "key in self._positional_only",
+        DEFAULTS,
+    ),
+    Mutant(
+        "an interrupted copy leaves rows that count as padding",
+        "call/plan.py",
+        "                self.inputs.forget_padding()\n                if not isinstance",
+        "                if not isinstance",
+        FIRST,
+    ),
+    Mutant(
         "a graph whose memory is gone is launched",
         "call/plan.py",
         "                    if read is not None:\n                        is_there, ",
@@ -1712,8 +1748,8 @@ MUTANTS = [
     Mutant(
         "what a launch in vain raises reaches the caller",
         "call/plan.py",
-        "except Exception:  # raised again where it belongs: the call may be meant for another graph",
-        "except ZeroDivisionError:",
+        "if not isinstance(error, Exception):\n",
+        "if not isinstance(error, ZeroDivisionError):\n",
         FIRST,
     ),
     Mutant(
