@@ -33,6 +33,7 @@ _NO_LOADS = frozenset({"LOAD_CLOSURE", "COPY_FREE_VARS", "MAKE_CELL", "CACHE", "
 _SETTING = frozenset({"setattr", "__setattr__", "delattr", "vars", "__dict__"})  # by computed names
 _STORES = frozenset({"STORE_ATTR", "DELETE_ATTR", "STORE_GLOBAL", "DELETE_GLOBAL", "STORE_NAME", "STORE_DEREF"})
 _COMPUTING = frozenset({"getattr", "vars", "__dict__", "__getattribute__", "attrgetter"})
+_CONTAINERS = "torch.nn.modules.container"
 _MAX_FUNCTIONS = 2_000
 _TABLES = frozenset({dict, list, tuple})
 
@@ -175,6 +176,10 @@ class CodeBelow:
         while self._to_read and len(self._read) < _MAX_FUNCTIONS:
             self._read_code(*self._to_read.popleft())
         self._eager = CodeBelow(classes, self._breaks, breaks=True) if self._breaks else None
+        # Operators of torch's containers always count as code, and set children alone: `ModuleList.__setitem__`.
+        code = [function.__code__ for function in self.functions if function.__module__ != _CONTAINERS]
+        self._sets_any = any(not _SETTING.isdisjoint(names_of(each).all) for each in code)
+        self._set = frozenset[str]().union(*map(set_in, code))
         self.has_breaks, self.eager_names = self._eager is not None, set[str]()
         if self._eager is not None and not self.computes_names:
             self.eager_names = self._eager.names - self.names
@@ -188,7 +193,7 @@ class CodeBelow:
         """True if the code, eager breaks included, may set or delete an attribute or a variable of this name."""
         if self._eager is not None and self._eager.sets(name):
             return True
-        return not _SETTING.isdisjoint(self.names) or any(name in set_in(each.__code__) for each in self.functions)
+        return self._sets_any or name in self._set
 
     def only_fills(self, name: str) -> bool:
         """True if the code only adds to containers in attributes of this name, such as logs, and never reads them."""

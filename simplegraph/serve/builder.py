@@ -101,7 +101,8 @@ class GraphBuilder(ObservedRuns):
         added to configured sizes, or with several ranks.
         """
         binding, config, table = call.binding, self.manager.config, self.manager.table
-        if self.manager.ranks.size == 1 and call.at_exact_size().key in table.graphs:
+        is_described = call.dispatch.descriptor.num_reqs is not None
+        if self.manager.ranks.size == 1 and not is_described and call.at_exact_size().key in table.graphs:
             return True
         if not (binding.draws or binding.padding_refusal) or not config.adds_sizes or self.manager.ranks.size > 1:
             return False

@@ -118,16 +118,103 @@ def test_another_thread_may_reset_graphs_at_any_time(device: torch.device, monke
     threads[0].join()
 
 
+class Stacked(Scaled):
+    """Iterates over a container of torch, whose operators set attributes by computed names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Identity()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return super().forward(x)
+
+
+def set_and_set_back(
+    model: Any, device: torch.device, monkeypatch: pytest.MonkeyPatch, runs: str, times: int
+) -> Callable[[], int]:
+    """Let a thread set the number before a run reads it, and set it back afterwards, as many times as told.
+
+    Args:
+        model: the module.
+        device: its device.
+        monkeypatch: replaces what the forward calls before.
+        runs: "captures", "eager runs", or "all runs".
+        times: the most runs.
+
+    Returns:
+        A function that counts these runs.
+    """
+    relu, multiply, done = torch.relu, Tensor.__mul__, 0
+
+    def is_meant() -> bool:
+        return done < times and runs in (
+            "all runs",
+            "captures" if graph_device(device).is_capturing() else "eager runs",
+        )
+
+    def before(y: Tensor) -> Tensor:
+        if is_meant():
+            in_thread(lambda: setattr(model, "scale", 2.0))
+        return relu(y)
+
+    def after(y: Tensor, scale: float) -> Tensor:
+        nonlocal done
+        if is_meant():
+            done += 1
+            in_thread(lambda: setattr(model, "scale", 1.0))
+        return multiply(y, scale)
+
+    monkeypatch.setattr(torch, "relu", before)
+    monkeypatch.setattr(Tensor, "__mul__", after)
+    return lambda: done
+
+
+@pytest.mark.parametrize("kind", [Scaled, Stacked])
+@pytest.mark.parametrize("runs", ["captures", "eager runs", "all runs"])
+def test_a_number_that_is_set_and_set_back_during_a_run_is_in_no_graph(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, runs: str, kind: type[Scaled]
+) -> None:
+    model: Any = sg.wrap(kind().to(device).eval(), capture_sizes=[4], progress=False)
+    count = set_and_set_back(model, device, monkeypatch, runs, 4)
+    x = torch.randn(4, WIDTH, device=device)
+    for _ in range(6):
+        model(x)
+    assert count() >= 1
+    monkeypatch.undo()
+    for scale in (1.0, 2.0, 1.0, 2.0):
+        model.scale = scale
+        for _ in range(4):
+            torch.testing.assert_close(model(x), expected(model, x))
+    assert model.graph_stats.replays
+
+
+def test_graphs_come_back_once_no_thread_sets_a_number_any_more(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model: Any = sg.wrap(Scaled().to(device).eval(), capture_sizes=[4], progress=False)
+    count = set_and_set_back(model, device, monkeypatch, "captures", 1000)
+    x = torch.randn(4, WIDTH, device=device)
+    for _ in range(100):
+        model(x)
+    assert count() < 40  # then calls run eagerly, since captures take long
+    monkeypatch.undo()
+    for _ in range(300):
+        torch.testing.assert_close(model(x), expected(model, x))
+    assert model.graph_stats.replays
+
+
 @pytest.mark.parametrize("verify", [0, 1])
 def test_numbers_that_one_thread_sets_while_others_call(device: torch.device, verify: int) -> None:
     model: Any = sg.wrap(Scaled().to(device).eval(), capture_sizes=[4], verify=verify, progress=False)
     stop, wrong, switch = threading.Event(), 0, sys.getswitchinterval()
+    inputs = torch.randn(8, 4, WIDTH, device=device)  # on a GPU, no thread may draw numbers while another one captures
 
     def call() -> None:
-        x = torch.randn(4, WIDTH, device=device)
         with torch.no_grad():
             while not stop.is_set():
-                model(x)
+                model(inputs[0])
 
     threads = [threading.Thread(target=call) for _ in range(2)]
     sys.setswitchinterval(1e-6)
@@ -137,7 +224,7 @@ def test_numbers_that_one_thread_sets_while_others_call(device: torch.device, ve
         for number in range(120):
             model.scale = float(number * 7 % 3)
             for _ in range(1 + number % 5):
-                x = torch.randn(4, WIDTH, device=device)
+                x = inputs[number % 8]
                 wrong += not torch.allclose(model(x), expected(model, x), atol=1e-5)
     finally:
         sys.setswitchinterval(switch)

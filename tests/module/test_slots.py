@@ -41,11 +41,6 @@ CALLS: dict[str, tuple[Any, Any, Any]] = {
         lambda args, kwargs: args[0],
         lambda args, kwargs: kwargs["args"][0],
     ),
-    "a keyword that is called like an argument of args": (
-        lambda a, b: ((a,), {"args.0": b}),
-        lambda args, kwargs: args[0],
-        lambda args, kwargs: kwargs["args.0"],
-    ),
 }
 
 
