@@ -57,6 +57,7 @@ def test_a_capture_that_is_broken_off_leaves_no_graph_memory(
         if broken and graphs.is_capturing():
             raise error
 
+    wide(device).capture_graphs(torch.randn(ROWS, WIDTH, device=device))  # a process's first one allocates workspaces
     rows = 64 * ROWS  # 16 MiB, beside which what an allocator rounds is little
     model, x = wide(device, meanwhile, capture_sizes=[rows]), torch.randn(rows, WIDTH, device=device)
     expected = model.weight.mul(x).tanh() * 2 + 1
