@@ -15,11 +15,11 @@ _REMEDY = "pass it as a tensor, keep it in a buffer, or rename it if the code ha
 _MAX_SEEN = 256  # values that are remembered of a place
 _NEW_VALUES = 4  # new values within a window of calls after which a place is let go, or calls run eagerly
 _WINDOW = 32  # calls
-QUIET = 256  # calls without a new value after which a place counts again
+_QUIET = 256  # calls without a new value after which a place counts again
 _SUSPENDED_CALLS = (
     1,
     _WINDOW,
-    QUIET,
+    _QUIET,
 )  # the same after an eager break set the place: for the first time, the second, and later
 
 
@@ -63,7 +63,7 @@ class NewValues:
         """Count places again that kept their value for long."""
         for places in (self.let_go, self.volatile):
             for place, since in list(places.items()):
-                if call - since > QUIET:
+                if call - since > _QUIET:
                     del places[place]
                     self._news.pop(place, None)
 
@@ -121,7 +121,7 @@ class BreakChanges:
             ):  # new values alone may make calls run eagerly
                 self._suspensions[place] = self._suspensions.get(place, -1) + 1
             quiet = _SUSPENDED_CALLS[min(self._suspensions[place], len(_SUSPENDED_CALLS) - 1)]
-            self._volatile[place] = call - (QUIET - quiet)
+            self._volatile[place] = call - (_QUIET - quiet)
             self._set_by_breaks.add(place)
 
     def note_equal(self, before: dict[Place, Any], counted: set[Place]) -> bool:

@@ -16,13 +16,11 @@ from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.guard.holder_reader import HolderReader, changes_between
 from simplegraph.guard.holders import ValueHolder
 from simplegraph.guard.key_table import KeyTable
-from simplegraph.guard.place_history import QUIET, PlaceHistory
+from simplegraph.guard.place_history import PlaceHistory
 from simplegraph.guard.places import Changes, Entries, PlacesInCode
 from simplegraph.guard.values import ALL, Place, PlainValues, place_name
 from simplegraph.program.breaks.marks import ACTIVE
 from simplegraph.program.program import SegmentRecorder
-
-_MAX_MOVED = 32  # captures and proofs that are dropped for what moved meanwhile, before calls run eagerly for long
 
 
 class PlainState:
@@ -56,9 +54,6 @@ class PlainState:
         self._asked = self._keys.key  # what `now` returned last
         self._is_serving = False  # captures and proofs are made
         self._served: dict[str, Entries] = {}  # the entries before captures and proofs
-        self._served_versions: dict[str, int] = {}  # the versions of dicts before them
-        self._moved = 0  # how often `moved_by_others` has found something
-        self._moved_at = 0  # the call at which it did so last
         self._changed: set[Place] = set()  # places that the real run before the latest captures changed
         self._is_unread = False  # runs were not looked at since the last look
         self._lengths: list[tuple[ValueHolder, int]] = []  # of the containers that runs fill, after the latest run
@@ -180,18 +175,12 @@ class PlainState:
             claims: True to attribute changes meanwhile to the module, as with eager breaks, which replays run, too.
 
         Raises:
-            CannotBind: another thread has changed the values of the call since `now` returned them, or does so all the
-                time.
+            CannotBind: another thread has changed the values of the call since `now` returned them.
         """
         with self._lock:
-            if self._moved >= _MAX_MOVED:
-                if self.calls - self._moved_at <= QUIET:
-                    raise CannotBind(Reason.WARMUP, "other code sets attributes during all captures")
-                self._moved = 0
             if self._values(module) is not self._asked:
                 raise CannotBind(Reason.WARMUP, "other code changed what the call reads")
             before = self._served = self._reader.entries
-            self._served_versions = self._versions()
             self._is_serving = True
         try:
             yield
@@ -239,32 +228,6 @@ class PlainState:
                     if type(attributes) is dict and key in attributes:
                         found.append((attributes, key, attributes[key]))
             return found
-
-    def moved_by_others(self, module: Any) -> str:
-        """Name a holder of attributes in which other code has set something since `serving` began; else "".
-
-        The value may be the same again, but a run in between may have read the other one. Only those holders count of
-        whose names code below the call sets none.
-        """
-        with self._lock:
-            self._reader.look(module)
-            code, versions = self._places.code, self._versions()
-            moved = {name for name, version in versions.items() if version != self._served_versions.get(name)}
-            for comparison in self.comparisons:
-                for holder in comparison.holders:
-                    if holder.name in moved and not (code is not None and any(map(code.sets, holder.find()))):
-                        self._moved, self._moved_at = self._moved + 1, self.calls
-                        return holder.name or "an attribute of the module"
-            return ""
-
-    def _versions(self) -> dict[str, int]:
-        """Return the versions of the dicts of modules' and objects' attributes, by the holder's name."""
-        return {
-            holder.name: holder.mark[1]
-            for comparison in self.comparisons
-            for holder in comparison.holders
-            if not holder.is_container and holder.mark is not None and type(holder.mark[1]) is int
-        }
 
     def _values(self, module: Any) -> PlainValues:
         with self._lock:

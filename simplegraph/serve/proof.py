@@ -129,8 +129,7 @@ class _CallProof:
                 plan.graph.leave_unverified("it keeps writing to other memory")
             return self._result
         # Then eager read another number than the graph.
-        plain, module = self._call.plain, self._call.module
-        is_other = mismatch is not None and bool(plain.set_by_others(module) or plain.moved_by_others(module))
+        is_other = mismatch is not None and bool(self._call.plain.set_by_others(self._call.module))
         if self._ranks.any(f"a number that other code set during a proof of {self._label}", is_other):
             return self._result  # the next call is compared
         self._note(proof, mismatch, freed=freed)
