@@ -54,6 +54,20 @@ def in_turn() -> str:
     return grid([*head, "optimized over compiled", "all are ready, optimized / compiled, s"], rows)
 
 
+def other_compilations() -> str:
+    """Return the same for a compiler with warm caches, and for one that may freeze weights, at batch 1."""
+    found = load("h200_compilers")["rows"]
+    arms = ("optimized", "compiled-warm", "compiled-freezing")
+    rows = []
+    for model, text in MODELS.items():
+        if f"{model} 1" in found:
+            measured = found[f"{model} 1"]["arms"]
+            times = [f"{measured[arm]['ms']:.2f}" for arm in arms]
+            rows.append([text, *times, " / ".join(f"{measured[arm]['first_seconds']:.1f}" for arm in arms)])
+    head = ["batch 1", "optimized, ms", "compiled, warm caches, ms", "compiled with `freezing`, ms"]
+    return grid([*head, "first call, in this order, s"], rows)
+
+
 def fused_operators() -> str:
     """Return the microseconds of an operator in a graph, and the seconds of its first use, by library."""
     rows, batches = [], ("1", "8", "64", "256")

@@ -19,6 +19,7 @@ QUANTITIES: dict[str, tuple[str, ...]] = {
     "generate on a busy host": ("h200_generate_busy",),
     "eight models at batch 1 and 8 beside the compiler": ("h200x4_models/models", "h200_optimized"),
     "eight models whose batch sizes take turns": ("h200_sizes_in_turn",),
+    "models beside a compiler with warm caches, and with frozen weights": ("h200_compilers",),
     "layers with windows": ("h200_layer_kinds",),
     "hybrid layers": ("h200_hybrid",),
     "tokens of layers with windows": ("h200_layer_kinds_windows",),

@@ -609,6 +609,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "sleep": _sleep,
     "optimized": optimized.models,
     "optimized-in-turn": optimized.in_turn,
+    "other-compilations": optimized.other_compilations,
     "fused-operators": optimized.fused_operators,
     "training": _training,
     "training-start": _training_start,
