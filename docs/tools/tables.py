@@ -93,7 +93,7 @@ def _readme() -> str:
     other = f" (waited for: another host, commit {commit(latency.FILE)})" if waited else ""
     text = (
         f"Milliseconds of a call in bfloat16 at batch 1, {host}{other}; {ranges.slow_host()}. Random weights, with "
-        "proofs; our graphs copy outputs. `ready`: seconds until the fourth call is done, caches empty:"
+        "proofs; our graphs copy outputs. `ready`: seconds to the fourth answer, caches empty:"
     )
     return f"{wrapped(text)}\n\n{grid(['', *found], rows)}"
 
