@@ -140,7 +140,7 @@ def _serving() -> list[Job]:
 
 
 def _modules() -> list[Job]:
-    """List those of modules as they are, and of training; the last four have no table."""
+    """List those of modules as they are, and of training; some have no table."""
     shapes = ("--workloads", "vit-b-64", "--shapes", "vit-b-64", "--arms", "eager,train-step")
     autotuned = ("--models", "resnet18,vit,bert", "--arms", "eager,optimized,compiled,compiled-max-autotune")
     compilers = "eager,optimized,compiled-warm,compiled-freezing"  # with more, no row is done within the limit
@@ -163,7 +163,11 @@ def _modules() -> list[Job]:
         Job("h200_training_pairs", _command("bench.training", *graphs), ("training-pairs",), seconds=300),
         Job("h200_training_shapes", _command("bench.training", *shapes)),
         Job("h200_optimized_autotuned", _command("bench.optimized", *autotuned, "--batches", "1")),
-        Job("h200_compilers", _command("bench.optimized", "--arms", compilers, *at_once, "--batches", "1")),
+        Job(
+            "h200_compilers",
+            _command("bench.optimized", "--arms", compilers, *at_once, "--batches", "1"),
+            ("other-compilations",),
+        ),
         Job(
             "h200_sizes_in_turn",
             _command("bench.optimized", "--arms", in_turn, *at_once, "--in-turn", *sizes),
