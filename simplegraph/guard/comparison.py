@@ -147,7 +147,7 @@ class _ItemHolders:
 
 
 class _ExpectedItems:
-    """What the items of all `_ItemHolders` are expected to be, in the order in which they are read.
+    """Says what the items of all `_ItemHolders` are expected to be, in the order in which they are read.
 
     Attributes:
         number: the number of items.

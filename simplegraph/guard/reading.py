@@ -149,7 +149,7 @@ class _Hooks:
 
 
 class _RegistryReader:
-    """How registries are read: their values at every call, and their names after a change.
+    """Reads registries: their values at every call, and their names after a change.
 
     Attributes:
         values_of: returns the values in registries.
@@ -219,7 +219,7 @@ class _ExpectedValues:
 
 
 class _ExpectedTensors:
-    """Where the tensors are expected to be, and their layouts. Keeps no tensor alive.
+    """Says where tensors are expected to be, and their layouts. Keeps no tensor alive.
 
     Args:
         tensors: the tensors in the order in which they are read at every call.

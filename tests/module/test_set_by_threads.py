@@ -31,6 +31,19 @@ class Scaled(nn.Module):
         return torch.relu(self.layer(x)) * self.scale
 
 
+class Stacked(Scaled):
+    """Iterates over a container of torch, whose operators set attributes by computed names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Identity()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return super().forward(x)
+
+
 def expected(model: Any, x: Tensor) -> Tensor:
     found: Tensor = model.layer(x).clamp(min=0) * model.scale
     return found
@@ -45,10 +58,11 @@ def in_thread(function: Callable[[], object]) -> None:
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE", "FULL_AND_PIECEWISE"])
 @pytest.mark.parametrize("verify", [0, 1])
 @pytest.mark.parametrize("upfront", [False, True])
+@pytest.mark.parametrize("kind", [Scaled, Stacked])
 def test_a_number_that_is_set_during_the_capture_is_not_kept_nor_lost(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch, upfront: bool, verify: int, mode: Any
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, kind: type[Scaled], upfront: bool, verify: int, mode: Any
 ) -> None:
-    model: Any = sg.wrap(Scaled().to(device).eval(), capture_sizes=[4], verify=verify, mode=mode, progress=False)
+    model: Any = sg.wrap(kind().to(device).eval(), capture_sizes=[4], verify=verify, mode=mode, progress=False)
     relu, is_set = torch.relu, False
 
     def setting(y: Tensor) -> Tensor:  # the forward has not read the number yet
@@ -116,43 +130,6 @@ def test_another_thread_may_reset_graphs_at_any_time(device: torch.device, monke
         torch.testing.assert_close(model(x), expected(model, x))
     assert threads
     threads[0].join()
-
-
-class Stacked(Scaled):
-    """Iterates over a container of torch, whose operators set attributes by computed names."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Identity()])
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return super().forward(x)
-
-
-def test_a_number_is_noticed_beside_a_container_of_torch(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    model: Any = sg.wrap(Stacked().to(device).eval(), capture_sizes=[4], progress=False)
-    relu, is_set = torch.relu, False
-
-    def setting(y: Tensor) -> Tensor:
-        nonlocal is_set
-        if not is_set and graph_device(device).is_capturing():
-            is_set = True
-            in_thread(lambda: setattr(model, "scale", 2.0))
-        return relu(y)
-
-    monkeypatch.setattr(torch, "relu", setting)
-    x = torch.randn(4, WIDTH, device=device)
-    for _ in range(6):
-        model(x)
-    assert is_set
-    assert model.scale == 2.0
-    for scale in (1.0, 2.0, 1.0):
-        model.scale = scale
-        for _ in range(4):
-            torch.testing.assert_close(model(x), expected(model, x))
-    assert model.graph_stats.replays
 
 
 @pytest.mark.parametrize("verify", [0, 1])
