@@ -74,6 +74,8 @@ class _AlwaysHold:
         key: of the values.
     """
 
+    shows_releases = False
+
     def __init__(self, key: object = None) -> None:
         self.key = key
 

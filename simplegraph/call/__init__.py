@@ -7,6 +7,7 @@ signature        the leaves of the arguments, their names and batch dimensions
 inputs           static inputs, which graphs read
 plan             binds arguments, replays, and returns the outputs; refuses single calls
 outputs          how outputs follow the batch size
+limited_indices  indices of a call, limited to their range while it is not known if the graph serves the call
 shared_outputs   outputs that share memory with each other or with inputs
 entries          entries that a forward sets in its arguments that are mappings, such as TensorDicts: further outputs
 external_memory  the memory that a forward reads and writes beside its arguments, and changes of its arguments

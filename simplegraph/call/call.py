@@ -79,7 +79,7 @@ class Binding(SignatureRecord):
         compared: names of inputs whose values were compared before and after an eager run.
         draws: True if the forward draws random numbers.
         differentiates: True if the forward computes under grad mode.
-        only_computes: True if no observed run wrote to memory of others, or ran what can fail because of a value.
+        only_computes: True if no observed run wrote to memory of others.
         repeated_changes: Python state that every run changes, by padded size, since branches may depend on the rows.
         made: indices of outputs whose memory observed runs made.
         numbers: the Python numbers that runs passed to operators.

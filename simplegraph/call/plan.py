@@ -28,6 +28,7 @@ from simplegraph.call.inputs import (
     overlaps_itself,
     slot,
 )
+from simplegraph.call.limited_indices import LimitedIndices
 from simplegraph.call.shared_outputs import SharedOutputs
 from simplegraph.device.protocol import EARLY_LAUNCH_BLOCKERS
 from simplegraph.guard.comparison import Comparison
@@ -125,11 +126,12 @@ class Plan:
         if self.padding and self.program.breaks:
             call.binding.cut_breaks(self.program, self.padded)
         # A launch in vain must change nothing but static inputs and graph memory that nobody holds, and run to its end
-        # whatever values it gets, since the call may be meant for another graph.
-        acts = call.binding.draws or self.program.breaks or self.guarded or self.waits or call.carried.places
-        is_seen = self._static or self.debug or table.hooks
-        is_harmless = self.only_replays and call.binding.only_computes and not (acts or is_seen)
-        self.calls_to_compare_first = 1 if is_harmless else -1
+        # whatever values it gets, since the call may be meant for another graph. Indices can be limited to their range.
+        acts = self.program.breaks or self.guarded or self.waits or call.carried.places
+        is_harmless = self.only_replays and call.binding.only_computes and not (acts or self.debug or table.hooks)
+        ranges = graph.index_ranges
+        self._indices = LimitedIndices(self.slots, ranges) if ranges else None
+        self.calls_to_compare_first = 1 if is_harmless and ranges is not None else -1
         self._in_vain = 0  # the calls that were compared first after the latest launch in vain
 
     def launch_first(
@@ -155,11 +157,13 @@ class Plan:
             The outputs; `COMPARE_FIRST` if there was no launch, or one in vain, which changed nothing that anybody
             sees. Then the next 1 calls are compared before their launch, later 2, 4, 8 and so on.
         """
-        writes, replays, is_same = copies is not NOTHING or self.padding, self.graph.replays_until_proof, False
-        if not (self.pool.shared or EARLY_LAUNCH_BLOCKERS or (writes and self.inputs.handed_out)):
+        replays, is_same, (sources, targets) = self.graph.replays_until_proof, False, copies
+        if self._may_launch_first(copies):
             try:
-                if writes and self._current_stream() == self.pool.stream:  # while the host looks
-                    self.load(copies)
+                if self._indices is not None:
+                    copies = self._indices.load(sources, targets)
+                if (copies is not NOTHING or self.padding) and self._current_stream() == self.pool.stream:
+                    self.load(copies)  # while the host looks
                     copies = LOADED
                 # The memory that the graph reads must be there, if only as memory that torch's allocator keeps.
                 read, releases = None, self.device.cache_releases() if reading.shows_releases else None
@@ -172,6 +176,8 @@ class Plan:
                     result = self.replay(leaves, copies)
                     is_same = comparison.holds(attributes) and reading.same(attributes, comparison, read)
                     is_same = is_same and settings.hold()
+                    if is_same and self._indices is not None:
+                        self._indices.check(sources)
             except BaseException as error:
                 self.inputs.forget_padding()
                 if not isinstance(error, Exception):
@@ -183,6 +189,19 @@ class Plan:
             self.table.take_back(self.graph, self.padding)
         self._in_vain = self.calls_to_compare_first = min(2 * self._in_vain or 1, _MAX_COMPARED_FIRST)
         return COMPARE_FIRST
+
+    def _may_launch_first(self, copies: Copies) -> bool:
+        """True if a launch in vain overwrites nothing that eager could read, as far as the call itself shows."""
+        if self.program.draws or self.pool.shared or EARLY_LAUNCH_BLOCKERS:
+            return False
+        if self.inputs.handed_out and (copies is not NOTHING or self.padding):
+            return False
+        if self._indices is not None and not (
+            self._indices.are_all_copied(copies[0]) and self._current_stream() == self.pool.stream
+        ):
+            return False
+        lent = self.table.lent
+        return lent is None or not lent.are_held()
 
     @staticmethod
     def returned(program: Program) -> tuple[Sequence[Any], TreeSpec]:
@@ -201,6 +220,8 @@ class Plan:
         self._clone = sorted(clone)
         # Returned as aliases, so that a caller's change of an output's shape has no effect on the next call.
         self._lent = sorted(self._graph_outputs) if self._static else []
+        if self._lent:
+            self.program.lent.add_owner(self, self.outputs)
         passed = self.inputs.leaves(call.layout.args, self.padded)
         self._shared = SharedOutputs(whole, passed, self.outputs, self.slots, clone, self._lent)
         self._outputs_alias = self._shared.shares_memory
@@ -375,6 +396,8 @@ class Plan:
             copied.wait()
         if self.written_back:
             self.write_back(leaves)
+        if self._lent:
+            self.table.lent = self.program.lent
         if self._single:
             output = self.outputs[0]
             if self._clone:
@@ -406,6 +429,7 @@ class Plan:
         """Return eager's result in the static outputs, if outputs are static: each call returns the same memory."""
         if not self._static:
             return result
+        self.table.lent = self.program.lent
         leaves, _ = flatten(result)
         static = {id(leaves[index]): self.outputs[index].detach() for index in self._graph_outputs}
         for index in self._graph_outputs:

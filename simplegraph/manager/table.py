@@ -32,6 +32,7 @@ from simplegraph.manager.stats import (
     where_failed,
 )
 from simplegraph.program.breaks.break_calls import BreakTrace, ResultChanged
+from simplegraph.program.lent_outputs import LentOutputs
 from simplegraph.program.probes import Probe
 from simplegraph.program.program import Program
 from simplegraph.program.steady_reads import KnownTensors
@@ -159,6 +160,7 @@ class ProgramTable:
         accounted: the memory that observed runs of the last captures read, and that is kept alive.
         traces: traces of breaks from warmups, by key.
         unowned: addresses that graphs touch, and that are in no tensor's memory.
+        lent: the static outputs that callers were handed last, which the next replay overwrites; None if none were.
         probes: probes of extras, for every run and capture.
     """
 
@@ -177,6 +179,7 @@ class ProgramTable:
     unowned: set[int] = dataclasses.field(default_factory=set)
     traces: dict[Key, BreakTrace] = dataclasses.field(default_factory=dict)
     probes: list[Probe] = dataclasses.field(default_factory=list)
+    lent: LentOutputs | None = None
     _trace_of_any_size: BreakTrace | None = None
     _warned: set[str] = dataclasses.field(default_factory=set)  # origins of failures
 
@@ -359,6 +362,7 @@ class ProgramTable:
         self.constants.clear()
         self.foreign.clear()
         self.accounted.clear()
+        self.lent = None
 
 
 def on_all_ranks(

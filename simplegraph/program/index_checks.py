@@ -23,7 +23,7 @@ _BY_LIST = frozenset({"index", "index_put", "_index_put_impl", "_unsafe_index", 
 _BY_ROW = frozenset({"embedding", "embedding_renorm", "_embedding_bag", "_embedding_bag_forward_only"})
 _BY_ELEMENT = frozenset({"take", "put"})
 _BY_CLASS = frozenset({"nll_loss_forward", "nll_loss2d_forward"})
-_INDICES = frozenset({torch.int64, torch.int32})
+INDICES = frozenset({torch.int64, torch.int32})  # dtypes of indices
 
 
 class _Index(NamedTuple):
@@ -42,9 +42,9 @@ class IndexChecks(OperatorMode):  # type: ignore[no-untyped-call]
         """Check the indices of an operator, and run it."""
         facts = facts_of(func)
         tensors = strided_tensors((*args, *kwargs.values()))
-        if facts.is_composite and any(tensor.dtype in _INDICES for tensor in tensors):
+        if facts.is_composite and any(tensor.dtype in INDICES for tensor in tensors):
             return self.take_apart(func, args, kwargs)
-        for index in _indices(facts.name.rstrip("_"), args, kwargs):
+        for index in indices_of(facts.name.rstrip("_"), args, kwargs):
             with without_modes():
                 values = index.values if index.ignored is None else index.values[index.values != index.ignored]
                 low, high = map(int, torch.aminmax(values)) if values.numel() else (index.first, index.first)
@@ -54,8 +54,8 @@ class IndexChecks(OperatorMode):  # type: ignore[no-untyped-call]
         return self.leave(func, args, kwargs)
 
 
-def _indices(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[_Index]:
-    """Yield the indices that an operator is passed."""
+def indices_of(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[_Index]:
+    """Yield the indices that an operator of this name is passed: (values, first, size, ignored)."""
     if name in _BY_DIM:
         tensor, dim, index = (argument(args, kwargs, *place) for place in ((0, "self"), (1, "dim"), (2, "index")))
         if isinstance(dim, int):
@@ -64,7 +64,7 @@ def _indices(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterat
         tensor, indices = args[:2]
         dim = 0
         for index in indices:
-            is_index = index is not None and index.dtype in _INDICES
+            is_index = index is not None and index.dtype in INDICES
             if is_index:
                 yield _Index(index, -tensor.shape[dim], tensor.shape[dim])
             dim += 1 if index is None or is_index else index.dim()  # a mask has several

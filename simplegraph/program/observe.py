@@ -31,6 +31,7 @@ from simplegraph.base.operators import (
 )
 from simplegraph.base.tensors import lies_at, storage_key
 from simplegraph.device.protocol import GraphDevice
+from simplegraph.program.index_ranges import IndexRanges
 
 _grad_enabled = torch.is_grad_enabled  # looked up once
 _NUMBERS = frozenset({int, float, complex})
@@ -320,7 +321,7 @@ class MemoryObserver(OperatorMode):
         blank: storage keys of memory that the run made, and that nothing has written yet.
         given: storage keys of all memory that operators were passed, if `after` is given.
         may_draw: True if an operator draws random numbers, or may draw some without declaring it.
-        may_fault: True if an operator may fail on a GPU because of a value; see `OperatorFacts`.
+        indices: the values that may fail on a GPU if they are out of range; of a recording alone.
         differentiates: True if an operator outside of eager breaks ran under grad mode.
         rounds_by_group: True if an operator multiplies rows in groups, so that its rounding depends on their sizes.
         adds_in_any_order: True if an operator adds by atomics on a GPU.
@@ -354,7 +355,6 @@ class MemoryObserver(OperatorMode):
         self.blank: set[int] = set()
         self.given: set[int] = set()
         self.may_draw = self.rounds_by_group = self.adds_in_any_order = self.differentiates = False
-        self.may_fault = False
         self.host_error: HostError | None = None
         self.left_by_break: dict[int, int] = {}
         self.uses_of_left: dict[int, str] = {}
@@ -365,6 +365,7 @@ class MemoryObserver(OperatorMode):
         # Keys only: a capture could not reuse memory that is held here. External memory lives during the whole run, so
         # a key that is freed and used again belongs to memory that the forward made.
         self._made: set[int] = set() if after is None else set(after._made)
+        self.indices = IndexRanges(self._made)
         self._follows = after is not None
         self._made_inside: set[int] | None = None  # keys of memory made by the running break; None outside of breaks
 
@@ -419,7 +420,6 @@ class MemoryObserver(OperatorMode):
         self.may_draw = self.may_draw or facts.may_draw
         self.rounds_by_group = self.rounds_by_group or facts.multiplies_groups
         self.adds_in_any_order = self.adds_in_any_order or facts.adds_in_any_order
-        self.may_fault = self.may_fault or facts.may_fault
         if self._device is not None:
             if self._made_inside is None and not self._device.is_capturing():
                 self._refuse(_NOT_JOINED.format(func))
@@ -431,7 +431,8 @@ class MemoryObserver(OperatorMode):
             made_keys.update(given)
         self._note_given(given, func)
         for tensor in strided_tensors(written_args(func, args, kwargs)):
-            if (key := storage_key(tensor)) not in made_keys:
+            self.indices.note_written(key := storage_key(tensor))
+            if key not in made_keys:
                 self.before_write(tensor)
                 self.written.add(key)
                 if inside is None:
@@ -440,6 +441,8 @@ class MemoryObserver(OperatorMode):
         if inside is None:
             self.numbers.note(func, args, kwargs, tensors)
             self.operators = hash((self.operators, func))
+            if self.captures and facts.may_fault:
+                self.indices.note_fault(facts, args, kwargs)
             self.differentiates = self.differentiates or _grad_enabled()
         result = self.leave(func, args, kwargs)
         if self._device is not None:
@@ -447,6 +450,8 @@ class MemoryObserver(OperatorMode):
         made = strided_tensors((result,))
         if inside is None:
             self.numbers.note_choice(func, args, kwargs, tensors, made)
+        if self.captures:
+            self.indices.note(facts, (*args, *kwargs.values()), made)
         for tensor in made:
             self.dtypes.add(tensor.dtype)
             if self.gpu is None and tensor.is_cuda:

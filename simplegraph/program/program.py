@@ -28,6 +28,7 @@ from simplegraph.program.breaks.break_calls import (
     Cell,
 )
 from simplegraph.program.breaks.marks import name_of, recording_breaks
+from simplegraph.program.lent_outputs import LentOutputs
 
 _KEPT_BYTES = 64 << 20  # up to this size, the results of a program's breaks are kept until a replay is over
 
@@ -62,6 +63,7 @@ class Program:
         bytes: device memory the capture took, as the device's free memory saw it.
         generators: random generators that the forward may draw from.
         live: True while it can be replayed.
+        draws: True if a segment draws random numbers, as its first replay showed.
         constants: device copies of tensors that the forward made from Python data; the graph reads them.
         breaks: the steps that run eagerly; segments: the steps that are graphs.
         replay: runs the steps on the current stream; the results are in `outputs`.
@@ -76,6 +78,7 @@ class Program:
     bytes: int = 0
     generators: Sequence[torch.Generator] = ()
     live: bool = True
+    draws: bool = False
     constants: list[Tensor] = dataclasses.field(default_factory=list)
     breaks: tuple[Break, ...] = dataclasses.field(init=False)
     segments: tuple[Segment, ...] = dataclasses.field(init=False)
@@ -117,6 +120,11 @@ class Program:
             for step in self.breaks:
                 step.cut(rows)
 
+    @functools.cached_property
+    def lent(self) -> LentOutputs:
+        """The outputs, as callers may hold them."""
+        return LentOutputs(self.outputs)
+
     @property
     def held(self) -> list[Any]:
         """List everything kept for replays: outputs, and the arguments and results of breaks."""
@@ -149,6 +157,8 @@ class Program:
             segment.reset()
         self.steps, self.breaks, self.segments, self.outputs, self.constants = (), (), (), [], []
         self.replay = _refuse_dropped
+        if "lent" in vars(self):
+            self.lent.drop()
 
 
 # `Program.replay` is `_replay_first`, then `_replay_timed`, then `_replay_steady`: each sets the next. In a program of
@@ -176,6 +186,7 @@ def _replay_first(program: weakref.ref[Any]) -> None:
                 before = random_states(owner.generators)
                 _replay_drawing(owner.device, step)
                 draws = drew(owner.generators, before)
+            owner.draws = owner.draws or draws
             replays.append(functools.partial(_replay_drawing, owner.device, step) if draws else step.replay)
     single = len(replays) == 1 and not owner.breaks
     owner.replay = replays[0] if single else functools.partial(_replay_timed, program, replays)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from simplegraph.base.nested import flatten
 from simplegraph.base.reasons import CannotBind, Reason
-from simplegraph.call.call import Call
+from simplegraph.call.call import Call, is_copied
 from simplegraph.call.external_memory import Rehearsals
 from simplegraph.call.inputs import InputSet
 from simplegraph.device.protocol import CAPTURE_LOCK
@@ -24,6 +24,7 @@ from simplegraph.manager.observation import Observation
 from simplegraph.manager.stats import CaptureSummary
 from simplegraph.manager.table import CaptureJob
 from simplegraph.program.escapes import kept_by
+from simplegraph.program.index_ranges import ranges_by_name
 from simplegraph.program.probes import Probe, Run
 from simplegraph.serve.observed_runs import ObservedRuns
 
@@ -90,6 +91,7 @@ class CallCapture(Probe):
         if jobs and jobs[0].arguments is not None:  # all jobs share one `HostArguments`
             self._runs.learn_hosts(self._call, jobs[0].arguments)
         self._note_made()
+        self._note_indices()
         changed = (self._repeated.names or []) if len(summary.failed) < len(jobs) else []
         try:
             why = self._why_refused(kept, changed)
@@ -225,6 +227,16 @@ class CallCapture(Probe):
         )
         observers = self._observation.observers
         self._call.binding.made |= {at for at, leaf in outputs if any(observer.made(leaf) for observer in observers)}
+
+    def _note_indices(self) -> None:
+        """Note which arguments the graphs take as indices."""
+        memory = self._inputs.memory
+        copied = {memory[arg.name]: arg.name for arg in self._call.layout.args if is_copied(arg)}
+        recorded = [observer.indices for observer in self._observation.observers if observer.captures]
+        ranges = ranges_by_name(recorded, copied)
+        for job in self._jobs:
+            if (graph := self._manager.table.graphs.get(job.key)) is not None:
+                graph.index_ranges = ranges
 
     def _why_refused(self, kept: Sequence[str], changed: Sequence[str]) -> tuple[str, str] | None:
         """Return (cause, remedy) if no graph of the capture may serve; None if the graphs may.

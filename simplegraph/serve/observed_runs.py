@@ -110,7 +110,7 @@ class ObservedRuns:
         """Keep alive the memory that observed runs read, except inputs and tensors of the module; note their writes."""
         call.binding.differentiates |= any(observer.differentiates for observer in observers)
         call.binding.only_computes &= not any(
-            observer.may_fault or observer.written or observer.launched or observer.unseen for observer in observers
+            observer.written or observer.launched or observer.unseen for observer in observers
         )
         if call.carried.places:
             call.carried.note_read({key for observer in observers for key in observer.external} - inputs)

@@ -26,6 +26,7 @@ from tests.fuzz.program import Program, prepare, shrunk
 
 VERSIONS, READING = "simplegraph.guard.versions", "simplegraph.guard.reading"
 SIZES = ([4], [4, 8], [1, 2, 4])
+ARGUMENTS = ("x", "x", "indices")  # of all calls of a program
 BLOCK = 50  # programs after which it says how many calls there were
 MODES = ("no_grad", "inference_mode", "no_grad autocast", "no_grad eager", "grad")
 
@@ -67,14 +68,14 @@ def changing_program(seed: int, without: Collection[str] = ()) -> Program:
 
 def _events(rng: random.Random, settings: dict[str, Any], without: Collection[str]) -> Iterator[tuple[Any, ...]]:
     """Runs of calls that end in replays, with a change, or two, before each; half are taken back later."""
-    rows, mode = rng.choice(settings["capture_sizes"]), rng.choice(MODES[:2])
+    rows, mode, arguments = rng.choice(settings["capture_sizes"]), rng.choice(MODES[:2]), rng.choice(ARGUMENTS)
     left_out = {name for name, promise in CHANGE_PROMISES.items() if promise in without}
     left_out -= {f"{name} (and back)" for name in OWN_DICT} if "mixin" in settings else set()
     there = [name for name in AND_BACK if f"{name} (and back)" not in left_out]
     backs_and_there = {f"{name}{end}" for name in AND_BACK for end in (" (and back)", ", back")}
     others = sorted(CHANGES.keys() - backs_and_there - left_out)
     backs: list[str] = []
-    yield from _calls(rng, rows, mode, 5)
+    yield from _calls(rng, rows, mode, arguments, 5)
     for _ in range(rng.randint(4, 8)):
         for _ in range(rng.choice([1, 1, 1, 2])):
             kind = rng.random()
@@ -89,13 +90,13 @@ def _events(rng: random.Random, settings: dict[str, Any], without: Collection[st
         if "sleepable" in settings:
             yield "graphs", SLEEP
         if rng.random() < 0.1:
-            yield "call", rows, rng.choice(MODES), "x"
-        yield from _calls(rng, rows, mode, rng.randint(1, 5))
+            yield "call", rows, rng.choice(MODES), arguments
+        yield from _calls(rng, rows, mode, arguments, rng.randint(1, 5))
 
 
-def _calls(rng: random.Random, rows: int, mode: str, count: int) -> Iterator[tuple[Any, ...]]:
+def _calls(rng: random.Random, rows: int, mode: str, arguments: str, count: int) -> Iterator[tuple[Any, ...]]:
     for _ in range(count):
-        yield "call", rows if rng.random() < 0.9 else rng.randint(1, rows), mode, "x"
+        yield "call", rows if rng.random() < 0.9 else rng.randint(1, rows), mode, arguments
 
 
 def outcome(

@@ -343,6 +343,7 @@ CALLS = {
     "dict with an int key": "x, box={1: y, '1': y * 2, 'y': y}",
     "dict and x": "x, box={'y': x}",
     "nested": "x, box={'y': y, 'deep': [y * 2, {'k': None}], 'n': 3}",
+    "indices": "x, box={'at': torch.randint(0, len(m.looked_up), (n,), device=device)}",
     "position": "x, box={'p': torch.arange(1.0, device=device)}",
     "as many as rows": "x, box={'p': torch.arange(float(n), device=device)}",
     "list": "x, box=[y]",
@@ -433,6 +434,10 @@ AND_BACK = {
     "weight replaced": (
         "was_weight = m.first.weight; m.first.weight = nn.Parameter(torch.randn_like(was_weight), requires_grad=was_weight.requires_grad)",
         "m.first.weight = was_weight",
+    ),
+    "a longer table": (
+        "was_looked_up = m.looked_up; m.looked_up = nn.Parameter(torch.randn(900, W, device=device), requires_grad=was_looked_up.requires_grad)",
+        "m.looked_up = was_looked_up",
     ),
     "weight data": (
         "was_data = m.first.weight.data; m.first.weight.data = torch.randn_like(was_data)",

@@ -58,6 +58,7 @@ class Net(nn.Module):
         self.register_buffer("shift", torch.randn(W))
         self.register_buffer("rows", torch.randn(16, W))
         self.table, self.tables, self.maybe = torch.randn(W).to(DEVICE), [torch.randn(W).to(DEVICE)], None
+        self.looked_up = nn.Parameter(torch.randn(9, W))
         self.unlisted = [nn.Linear(W, W).to(DEVICE).requires_grad_(False)]
         self.late, self.more, self.listed, self.bare = {{}}, {{"n": 1}}, [[]], Bare()
         self.scaling = Scaling(torch.ones(W).to(DEVICE))
@@ -70,6 +71,8 @@ h = h if self.maybe is None else h * self.maybe
 for tensor in (*self.late.values(), self.more.get("a"), *self.listed[0], vars(self.bare).get("value")):
     h = h if tensor is None else h + tensor * 0.1
 h = self.scaling(h)
+if isinstance(box, dict) and "at" in box:
+    h = h + self.looked_up[box["at"]] * 0.1
 """
 AFTER = """\
 h = self.tail(self.drop(self.param(h)))

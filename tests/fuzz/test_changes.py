@@ -17,7 +17,6 @@ from tests.fuzz.program import Program
 
 pytestmark = pytest.mark.proofs  # as users have them
 
-CALLED = tuple(("call", 4, "no_grad", "x") for _ in range(5))
 ONCE = sorted(name for name in CHANGES if "freed" in name or ("storage" in name and "back" not in name))
 KEYED = {"a layer's setting", "an object's other class"}  # plain values alone: another key, and no graph is dropped
 READ = sorted(AND_BACK.keys() - HARMLESS - AROUND - GAPS.keys())
@@ -25,9 +24,10 @@ READ = sorted(AND_BACK.keys() - HARMLESS - AROUND - GAPS.keys())
 
 def program(name: str, **settings: Any) -> Program:
     """Calls that end in replays, before a change, after it, and after it was taken back."""
-    events = [*CALLED, ("change", f"{name} (and back)"), *CALLED, ("change", f"{name}, back"), *CALLED]
+    called = [("call", 4, "no_grad", "indices" if "table" in name else "x")] * 5
+    events = [*called, ("change", f"{name} (and back)"), *called, ("change", f"{name}, back"), *called]
     if name not in AND_BACK:
-        events = [*CALLED, ("change", name), *CALLED]
+        events = [*called, ("change", name), *called]
     return Program(0, ("linear", "norm"), "h", {"capture_sizes": [4]} | settings, False, tuple(events))
 
 

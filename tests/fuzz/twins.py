@@ -204,7 +204,9 @@ class Twins:
             if isinstance(result, Raised):
                 result.error.__traceback__ = None  # its frames hold weights, which then cannot be swapped
             else:
-                space["kept"] = _first_tensor(result, torch.zeros(1, W, device=self.device))
+                kept = _first_tensor(result, torch.zeros(1, W, device=self.device))
+                # A static output that nobody holds may be overwritten before a call is compared.
+                space["kept"] = kept.clone() if self._static and self.seed % 2 else kept
         self._churn_memory()
         lent = self._static and "kept" in arguments  # the replay itself may overwrite that
         self._coarse = "autocast" in mode

@@ -338,6 +338,89 @@ def test_a_static_output_that_eager_reads_is_not_overwritten(device, way):
     assert in_vain(model) == 0
 
 
+@pytest.mark.parametrize("rows", [ROWS, ROWS - 1])
+def test_static_outputs_that_nobody_holds_are_launched_first(device, rows):
+    model = warm(Scaled(), device, outputs="static", verify=0)
+    for size in (ROWS, ROWS - 1) * 8:
+        model(inputs(device, size))
+    x = inputs(device, rows)
+    assert in_vain(model) == 0
+    model.scale += 1
+    close(model(x), model.forward(x))
+    assert in_vain(model) == 1
+
+
+HOLDS = {
+    "output": lambda y: y,
+    "view": lambda y: y[1:],
+    "detached": lambda y: y.detach().t(),
+    "saved": lambda y: y * torch.ones(1, requires_grad=True, device=y.device),
+    "array": lambda y: torch.from_dlpack(y),
+}
+
+
+@pytest.mark.parametrize("way", HOLDS)
+@torch.enable_grad()
+def test_static_outputs_that_a_caller_holds_are_compared_first(device, way):
+    model = warm(Scaled().requires_grad_(False), device, outputs="static", verify=0)
+    held = HOLDS[way](model(inputs(device)).requires_grad_(False))
+    model.scale += 1
+    x = inputs(device)
+    close(model(x), model.forward(x))
+    assert in_vain(model) == 0
+    del held
+    for _ in range(4):
+        model(x)
+    model.scale += 1
+    close(model(x), model.forward(x))
+    assert in_vain(model) == 1
+
+
+def test_static_outputs_of_other_sizes_are_not_overwritten_in_vain(device):
+    model = sg.wrap(Recurrent().to(device).eval(), capture_sizes=[2, ROWS], outputs="static", progress=False, verify=0)
+    for rows in (2, ROWS, 1, 3) * 8:
+        model(inputs(device, rows))
+    for before, after in ((2, ROWS), (ROWS, 2), (1, 3), (3, 1)):
+        model.before = None
+        for _ in range(8):
+            model(inputs(device, after))
+        held = model(inputs(device, before))
+        kept, x = held.clone(), inputs(device, after)
+        model.before = held
+        close(model(x), torch.relu(model.layer(x)) + kept.sum(0))
+        close(held, kept)
+
+
+def test_eager_results_in_static_outputs_are_not_overwritten_in_vain(device):
+    """As those of a proof, which is the latest call."""
+    model = sg.wrap(Recurrent().to(device).eval(), capture_sizes=[2, ROWS], outputs="static", progress=False, verify=4)
+    for rows in (2, ROWS) * 8:
+        model(inputs(device, rows))
+    proven = next(graph for graph in model.graph_manager.table.graphs.values() if graph.descriptor.num_tokens == 2)
+    while proven.replays_until_proof:
+        model(inputs(device, 2))
+    for _ in range(3):
+        model(inputs(device))
+    held = model(inputs(device, 2))
+    kept, x = held.clone(), inputs(device)
+    model.before = held
+    close(model(x), torch.relu(model.layer(x)) + kept.sum(0))
+    close(held, kept)
+
+
+def test_static_outputs_of_a_dropped_graph_are_not_overwritten_in_vain(device):
+    model = sg.wrap(Recurrent().to(device).eval(), capture_sizes=[2, ROWS], outputs="static", progress=False, verify=0)
+    for rows in (2, ROWS) * 8:
+        model(inputs(device, rows))
+    held = model(inputs(device, 2))
+    kept, x, table = held.clone(), inputs(device), model.graph_manager.table
+    key = next(key for key, graph in table.graphs.items() if graph.descriptor.num_tokens == 2)
+    table.graphs.pop(key).program.drop()
+    model.before = held
+    close(model(x), torch.relu(model.layer(x)) + kept.sum(0))
+    close(held, kept)
+
+
 def test_padding_of_a_static_input_that_eager_reads_is_not_overwritten(device):
     """Nothing is copied, but the rows of padding are set."""
     model = warm(Recurrent(), device, verify=0)
@@ -419,7 +502,7 @@ def test_an_interrupt_while_inputs_are_copied_leaves_no_padding_behind(device, m
 
 
 @pytest.mark.parametrize("kind", [Looked, Gathered])
-def test_what_takes_an_index_is_compared_first(device, kind):
+def test_what_computes_an_index_is_compared_first(device, kind):
     """On a GPU, an index that is out of range ends the process's use of the GPU."""
     model = warm(kind(), device, lambda device: torch.randint(0, 8, (ROWS,), device=device))
     for offset, first in ((4, 0), (0, 12)):
@@ -427,6 +510,172 @@ def test_what_takes_an_index_is_compared_first(device, kind):
         at = torch.arange(first, first + 4, device=device)
         for _ in range(8):
             close(model(at), model.forward(at))
+    assert in_vain(model) == 0
+
+
+class Table(Scaled):
+    """Looks up the rows that it is passed, beside others at constant places."""
+
+    def __init__(self, look_up):
+        super().__init__()
+        self.table, self.look_up, self.looks_up = nn.Parameter(torch.randn(16, WIDTH)), look_up, True
+
+    def forward(self, at, x=None):
+        if not self.looks_up:
+            return self.layer(at[:, None].to(torch.float32).expand(-1, WIDTH)) * self.scale
+        places = torch.arange(len(at), device=at.device) * 2
+        y = self.look_up(self.table, at) + self.table[places]
+        return y * self.scale if x is None else y * self.scale + x
+
+
+LOOK_UPS = {
+    "embedding": lambda table, at: nn.functional.embedding(at, table),
+    "index": lambda table, at: table[at],
+    "index_select": lambda table, at: table.index_select(0, at),
+    "gather": lambda table, at: table.gather(0, at[:, None].expand(-1, WIDTH)),
+    "view": lambda table, at: nn.functional.embedding(at[None].clone().long(), table)[0],
+    "twice": lambda table, at: table[at] + nn.functional.embedding(at, table[:12]),
+    "split": lambda table, at: table[at[: len(at) // 2].repeat(2)],
+}
+
+
+def places(device, low=0, high=12):
+    return torch.randint(low, high, (ROWS,), device=device)
+
+
+@pytest.mark.parametrize("kind", LOOK_UPS)
+def test_what_is_passed_its_indices_is_launched_first(device, kind):
+    model = warm(Table(LOOK_UPS[kind]), device, places)
+    for _ in range(4):
+        at = places(device)
+        close(model(at), model.forward(at))
+    model.scale += 1
+    at = places(device)
+    close(model(at), model.forward(at))
+    assert in_vain(model) == 1
+    if kind == "index":
+        at = places(device, -16, 0)
+        close(model(at), model.forward(at))
+
+
+@pytest.mark.parametrize("kind", LOOK_UPS)
+@pytest.mark.parametrize("change", ["grown", "unused"])
+def test_an_index_of_another_table_does_not_stop_a_launch_in_vain(device, kind, change):
+    """On a GPU, an index that is out of range ends the process's use of the GPU."""
+    model = warm(Table(LOOK_UPS[kind]), device, places)
+    high = 12 if kind == "twice" and change == "grown" else 400
+    if change == "grown":
+        kept = model.table  # noqa: F841 - the graph's memory is still there
+        model.table = nn.Parameter(torch.randn(400, WIDTH, device=device))
+    else:
+        model.looks_up = False
+    for _ in range(8):
+        at = places(device, high // 2, high)
+        close(model(at), model.forward(at))
+    assert in_vain(model) == int(change == "unused")
+
+
+@pytest.mark.parametrize("kind", LOOK_UPS)
+@pytest.mark.parametrize("wrong", [16, 1 << 40, -17])
+def test_an_index_that_is_out_of_range_fails_as_in_eager(device, kind, wrong):
+    if device.type == "cuda":
+        pytest.skip("it ends the process's use of the GPU, as in eager")
+    model = warm(Table(LOOK_UPS[kind]), device, places)
+    at = places(device)
+    at[0] = wrong
+    with pytest.raises((IndexError, RuntimeError)):
+        model.forward(at)
+    with pytest.raises((IndexError, RuntimeError), match=r"out of (range|bounds)"):
+        model(at)
+    at = places(device)
+    close(model(at), model.forward(at))
+
+
+def test_indices_beside_other_inputs_and_with_padding(device):
+    model = sg.wrap(Table(LOOK_UPS["embedding"]).to(device).eval(), capture_sizes=[ROWS], progress=False)
+
+    def call(rows):
+        at, x = places(device, 0, 16)[:rows], inputs(device, rows)
+        close(model(at, x=x), model.forward(at, x=x))
+
+    for rows in (4, 2, 3) * 6:
+        call(rows)
+    model.scale = 3.0
+    before = in_vain(model)
+    for rows in (3, 2, 4) * 6:
+        call(rows)
+    assert in_vain(model) > before
+
+
+def test_an_index_in_its_static_input_is_compared_first(device):
+    """Limiting it there would change what the caller wrote."""
+    model = warm(Table(LOOK_UPS["embedding"]), device, places)
+    static = model.static_inputs()["at"]
+    static.copy_(places(device))
+    for _ in range(4):
+        close(model(static), model.forward(static))
+    model.looks_up = False
+    static.fill_(100)
+    close(model(static), model.forward(static))
+    assert in_vain(model) == 0
+    assert static.tolist() == [100] * ROWS
+
+
+def test_an_index_that_lies_in_its_static_input_is_compared_first(device):
+    """However a caller got it."""
+    model = sg.wrap(Table(LOOK_UPS["embedding"]).to(device).eval(), capture_sizes=[ROWS], progress=False)
+    for _ in range(8):
+        model(places(device), inputs(device))
+    (held,) = model._graph_runner.builder.inputs_of.values()
+    static = held.inputs["at"].view(ROWS)
+    static.copy_(places(device))
+    x = inputs(device)
+    close(model(static, x), model.forward(static.clone(), x))
+
+
+class Buffered(Table):
+    """Its indices are in a buffer, whose values nobody compares."""
+
+    def __init__(self):
+        super().__init__(LOOK_UPS["index"])
+        self.register_buffer("at", torch.arange(ROWS))
+
+    def forward(self, x):
+        return x + self.table[self.at] * self.scale
+
+
+class Drawing(Table):
+    def forward(self, x):
+        return x + self.table[torch.randint(0, 16, (ROWS,), device=x.device)] * self.scale
+
+
+class Uninitialised(Table):
+    def forward(self, x):
+        at = torch.empty(ROWS, dtype=torch.int64, device=x.device)
+        at.copy_(x[:, 0].abs())
+        return x + self.table[at.clamp(0, 15)] * self.scale
+
+
+class Taking(Table):
+    """Its operator is none whose indices are known."""
+
+    def forward(self, at):
+        return self.table.take(at[:, None] * torch.ones(1, WIDTH, dtype=torch.int64, device=at.device)) * self.scale
+
+
+def test_an_operator_whose_indices_are_not_known_is_compared_first(device):
+    model = warm(Taking(None), device, places)
+    model.scale = 2.0
+    model(places(device))
+    assert in_vain(model) == 0
+
+
+@pytest.mark.parametrize("kind", [Buffered, Drawing, Uninitialised])
+def test_other_indices_are_compared_first(device, kind):
+    module = Buffered() if kind is Buffered else kind(LOOK_UPS["index"])
+    model = warm(module, device)
+    model.scale = 2.0
+    model(inputs(device))
     assert in_vain(model) == 0
 
 
@@ -474,6 +723,32 @@ def test_what_drops_is_compared_first(device):
     model.scale = 2.0
     model(inputs(device))
     assert in_vain(model) == 0
+
+
+@torch.inference_mode()
+def test_what_drops_since_the_capture_without_an_eager_run_is_compared_first(device):
+    """Only the graph itself knows that it draws: its memory moved, so it was captured without another eager run."""
+
+    class Net(Scaled):
+        def __init__(self):
+            super().__init__()
+            self.drop = nn.Dropout(0.5)
+
+        def forward(self, x):
+            return self.drop(super().forward(x))
+
+    model = warm(Net(), device)
+    for training, calls in ((False, 1), (True, 4)):
+        model.layer.weight.data = model.layer.weight.data.clone()
+        model.drop.training = training
+        for _ in range(calls):
+            model(inputs(device))
+    model.scale = 2.0
+    x = inputs(device)
+    torch.manual_seed(3)
+    answer = model(x)
+    torch.manual_seed(3)
+    close(answer, model.forward(x))
 
 
 def test_what_writes_without_arguments_is_compared_first(device):
