@@ -181,7 +181,7 @@ _NEVER_FAULTING = frozenset(
         *("_to_copy", "to", "contiguous", "copy", "fill", "zero", "detach", "lift_fresh", "dropout", "alias_copy"),
         *("zeros", "ones", "full", "arange", "linspace", "eye", "scalar_tensor", "cat", "stack", "repeat", "tile"),
         *("new_zeros", "new_ones", "new_full", "unsafe_split", "unsafe_split_with_sizes", "unsafe_chunk", "split_copy"),
-        *("split_with_sizes_copy", "as_strided"),
+        *("split_with_sizes_copy", "as_strided", "_local_scalar_dense"),  # no graph holds the last one
         *("reshape", "_unsafe_view", "flatten", "unflatten", "flip", "roll", "tril", "triu", "constant_pad_nd", "pad"),
         *("reflection_pad1d", "reflection_pad2d", "replication_pad1d", "replication_pad2d", "pixel_shuffle"),
         *("mm", "bmm", "addmm", "baddbmm", "mv", "dot", "matmul", "linear", "_addmm_activation", "einsum"),
