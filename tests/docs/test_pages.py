@@ -15,6 +15,7 @@ import torch
 import simplegraph as sg
 from simplegraph.base import errors
 from simplegraph.base.reasons import Reason
+from simplegraph.manager.replay_proof import OTHER_SIZE
 from tests.docs.pages import (
     DOCS,
     PAGES,
@@ -155,6 +156,13 @@ def test_the_readmes_links_work_wherever_the_sources_are_read() -> None:
 def test_the_readme_is_short_and_has_the_command_that_ci_runs() -> None:
     assert len(text_of(README).splitlines()) <= 110
     assert re.search(r"^<!-- ci: test -->\n```bash\npip install .* && python -m pytest .*\n```$", text_of(README), re.M)
+
+
+def test_limits_name_the_differences_that_a_comparison_of_padded_calls_allows() -> None:
+    names = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
+    page = " ".join((DOCS / "limits.md").read_text(encoding="utf-8").split())
+    of_page = {name: share for share, name in re.findall(r"([\d.]+) % (?:of [^%]*?)?in (\w+)", page)}
+    assert of_page == {name: f"{OTHER_SIZE[dtype] * 100:g}" for dtype, name in names.items()}
 
 
 def test_every_reason_has_its_part_in_troubleshooting() -> None:
