@@ -47,8 +47,8 @@ def losses() -> str:
         f"At 64 and 256 requests the engine's steps take {between(products)} times as long as their matrix products "
         "alone.",
         f"Forward and backward graphs of a ViT-B with 64 images reserve {reserved:.2f} times eager's memory.",
-        "A graph of the model as it is has a longer call than [compiled models](#optimized) on most, and [training "
-        "graphs](#training-steps) of torch's own replay sooner and check nothing.",
+        "Most [compiled](#optimized) calls are shorter than graphs of plain models. Torch's [training "
+        "graphs](#training-steps) replay sooner, unchecked.",
     )
 
 

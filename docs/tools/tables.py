@@ -92,8 +92,9 @@ def _readme() -> str:
     host = f"one {device_name('headline/models')}, torch 2.11, commit {commit('headline/models')}"
     other = f" (waited for: another host, commit {commit(latency.FILE)})" if waited else ""
     text = (
-        f"Milliseconds of a call in bfloat16 at batch 1, {host}{other}; {ranges.slow_host()}. Random weights, with "
-        "proofs; our graphs copy outputs. `ready`: seconds to the fourth answer, caches empty:"
+        f"Milliseconds of a call in bfloat16 at batch 1, {host}{other}. This host is slow: {ranges.slow_host()} on "
+        f"another. {ranges.bert()}. Weights are random, proofs are on, and our graphs copy outputs. `ready`: seconds "
+        "to the fourth answer, with empty caches:"
     )
     return f"{wrapped(text)}\n\n{grid(['', *found], rows)}"
 
