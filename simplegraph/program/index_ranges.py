@@ -61,34 +61,24 @@ class IndexRanges:
     def note(self, facts: OperatorFacts, given: Sequence[Any], made: Iterable[Tensor]) -> None:
         """Note where the integers come from that an operator makes of these arguments."""
         tensors = strided_tensors(given)
-        keys = set(map(storage_key, tensors))
+        keys, origins = set(map(storage_key, tensors)), set(map(self._origin, tensors))
+        has_others = any(issubclass(type(leaf), Tensor) and leaf.layout is not torch.strided for leaf in given)
+        if facts.written:
+            for key in keys:
+                self._origins.pop(key, None)
         for tensor in made:
             key = storage_key(tensor)
-            if key in keys:  # a view, or an argument that it wrote to
+            if key in keys:  # a view
                 continue
-            origin = None
-            if tensor.dtype in INDICES:
-                origin = self._common_origin(facts, given, tensors, tensor.itemsize)
-            if origin is None:
-                self._origins.pop(key, None)
-            else:
-                self._origins[key] = origin
-
-    def note_written(self, key: int) -> None:
-        """Note that an operator wrote to this memory."""
-        self._origins.pop(key, None)
-
-    def _common_origin(
-        self, facts: OperatorFacts, given: Sequence[Any], tensors: Sequence[Tensor], itemsize: int
-    ) -> int | None:
-        if any(issubclass(type(leaf), Tensor) and leaf.layout is not torch.strided for leaf in given):
-            return None
-        origins = set(map(self._origin, tensors))
-        if origins <= {_CONSTANT}:
-            return _CONSTANT
-        if facts.name in _COPYING and len(tensors) == 1 and itemsize >= tensors[0].itemsize:
-            return origins.pop()
-        return None
+            self._origins.pop(key, None)  # of freed memory
+            if tensor.dtype not in INDICES or has_others:
+                continue
+            if origins <= {_CONSTANT}:
+                self._origins[key] = _CONSTANT
+            elif facts.name in _COPYING and len(tensors) == 1 and tensor.itemsize >= tensors[0].itemsize:
+                (origin,) = origins
+                if origin is not None:
+                    self._origins[key] = origin
 
     def _origin(self, tensor: Tensor) -> int | None:
         if tensor.dtype not in INDICES:

@@ -431,8 +431,7 @@ class MemoryObserver(OperatorMode):
             made_keys.update(given)
         self._note_given(given, func)
         for tensor in strided_tensors(written_args(func, args, kwargs)):
-            self.indices.note_written(key := storage_key(tensor))
-            if key not in made_keys:
+            if (key := storage_key(tensor)) not in made_keys:
                 self.before_write(tensor)
                 self.written.add(key)
                 if inside is None:
