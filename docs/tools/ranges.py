@@ -72,8 +72,8 @@ def _memory() -> str:
     one = between((float(re.findall(r"([\d.]+) MiB", report)[0]) for report in reports), ".0f")
     kept = startup()["simplegraph"]["primed"]["device_bytes"] / 2**20
     return (
-        f"Graphs of batch size 1 take {one} MiB of GPU memory (`headline/models.json`), those of the Llama's 51 sizes "
-        f"{kept:.0f} MiB (`headline/startup.json`)."
+        f"GPU memory of graphs: {one} MiB for batch 1 of {NUMBERS[len(MODELS)]} models (`headline/models.json`), "
+        f"{kept:.0f} for the Llama's 51 sizes (`headline/startup.json`)."
     )
 
 
