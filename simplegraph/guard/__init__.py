@@ -10,11 +10,8 @@ reading         `Reading`: the check of tensors, modules and hooks at every call
 comparison      `Comparison`: the check of plain values at every call
 links           the order in which a reading reads attributes and slots
 versions        the versions of dicts, which say when to read a dict again
-plain_state     the plain values that a call reads through Python, as a part of its key
-holder_reader   finds what holds these values, and reads what moved
-key_table       the keys of these values, and the places that are left out of them
+plain_state     the plain values that a call reads through Python, as a part of its key: reads what moved of them
 place_history   who changes which place, and so which places count, and which make calls run eagerly
-places          how the code below a call uses a place
 holders         finds the objects that hold plain values
 values          keys of plain values
 code_below      finds the code below a call by the names that it contains

@@ -7,20 +7,28 @@ when to read them again, so a call reads no value if nothing was set. Reading ru
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import itertools
+import operator
 import threading
-from collections.abc import Collection, Iterator, Mapping
+import weakref
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
+from simplegraph.base.objects import own_dict
 from simplegraph.base.reasons import CannotBind, Reason
-from simplegraph.guard.holder_reader import HolderReader, changes_between
-from simplegraph.guard.holders import ValueHolder
-from simplegraph.guard.key_table import KeyTable
-from simplegraph.guard.place_history import PlaceHistory
-from simplegraph.guard.places import Changes, Entries, PlacesInCode
-from simplegraph.guard.values import ALL, Place, PlainValues, place_name
+from simplegraph.guard.comparison import Comparison
+from simplegraph.guard.holders import Holders, SearchRoot, ValueHolder
+from simplegraph.guard.place_history import Changes, Entries, HolderKind, PlaceHistory, PlacesInCode
+from simplegraph.guard.values import ALL, ORDER, Place, PlainValues, has_object, place_name
 from simplegraph.program.breaks.marks import ACTIVE
 from simplegraph.program.program import SegmentRecorder
+from simplegraph.program.snapshot import ABSENT
+
+_MAX_KEYS = 256  # keys that are remembered, so that returning to earlier values costs nothing
+_Part = tuple[str, frozenset[Any]]  # a holder's name, and its entries as a part of a key
+_LISTS = (list, collections.deque)
 
 
 class PlainState:
@@ -45,13 +53,12 @@ class PlainState:
     def __init__(self, *, breaks: bool, proves: bool = True) -> None:
         self._lock = threading.RLock()
         self._places = PlacesInCode()
-        self._keys = KeyTable()
-        self._reader = HolderReader(self._places, self._keys, breaks=breaks)
-        self._history = PlaceHistory(self._places, self._keys.leave_out, proves=proves)
-        self.comparisons = self._keys.comparisons
+        self._reader = HolderReader(self._places, breaks=breaks)
+        self._history = PlaceHistory(self._places, self._reader.leave_out, proves=proves)
+        self.comparisons = self._reader.comparisons
         self.must_look = False
         self.calls = 0
-        self._asked = self._keys.key  # what `now` returned last
+        self._asked = self._reader.key  # what `now` returned last
         self._is_serving = False  # captures and proofs are made
         self._served: dict[str, Entries] = {}  # the entries before captures and proofs
         self._changed: set[Place] = set()  # places that the real run before the latest captures changed
@@ -96,7 +103,7 @@ class PlainState:
         """Accept new versions of dicts by their old ones: a replay left no plain values there."""
         with self._lock:
             for comparison in self.comparisons[:1]:
-                self._keys.keep(comparison.renewed(versions))
+                self._reader.keep(comparison.renewed(versions))
 
     def forget(self) -> None:
         """Find the holders of values again at the next call, and forget changes so far."""
@@ -201,7 +208,7 @@ class PlainState:
         """
         with self._lock:
             self._reader.look(module)
-            counted_anew = self._keys.counted_anew
+            counted_anew = self._reader.counted_anew
             changed = {
                 place
                 for place in self._counted_changes(self._served)
@@ -243,18 +250,17 @@ class PlainState:
                 raise CannotBind(Reason.PYTHON_STATE, self._reader.refused)
             if self._history.new_values.volatile:
                 raise CannotBind(Reason.PYTHON_STATE, self._history.why_volatile())
-            return self._keys.key
+            return self._reader.key
 
     def _make_key(self) -> None:
         """Make the key of the present values, unless they have one."""
         self.must_look = bool(self._history.new_values.let_go or self._history.new_values.volatile)
-        if not self._reader.refused:
-            self._keys.make()
+        self._reader.make_key()
 
     def _counted_changes(self, before: Mapping[str, Entries]) -> Changes:
         """Return the changes since these entries at places that are not left out of keys."""
         changes = changes_between(before, self._reader.entries)
-        return {place: change for place, change in changes.items() if not self._keys.leaves_out(place)}
+        return {place: change for place, change in changes.items() if not self._reader.leaves_out(place)}
 
     def _catch_up(self, module: Any) -> None:
         """Sort what changed since the last look, around runs at which nothing was looked.
@@ -276,3 +282,210 @@ class PlainState:
         names = {name for name, key in self._history.filled & self._history.effects if key is ALL}
         holders = (holder for comparison in self.comparisons[:1] for holder in comparison.holders)
         self._lengths = [(holder, holder.length()) for holder in holders if holder.name in names]
+
+
+class HolderReader:
+    """Finds the holders of the plain values that calls read, reads those that moved, and makes the key of the values.
+
+    Earlier keys are remembered, so that calls that find equal values have the same key.
+
+    Args:
+        places: told the code and the kinds of holders when these are found.
+        breaks: True if values that eager breaks read count as well, since graphs hold them.
+
+    Attributes:
+        entries: the values of the latest look, by the holder's name; replaced by another dict once one changes.
+        refused: why there is no key; else empty.
+        scripts: names of the TorchScript modules and functions that calls lead to.
+        comparisons: at most one, of the present values; it has their key once that is made. It is cleared once an
+            object ends whose attributes are kept alive.
+        key: the key that was made last.
+        left_out: the places that are left out of keys.
+        counted_anew: places that count again since the last key was made, as a run left them unchanged.
+    """
+
+    def __init__(self, places: PlacesInCode, *, breaks: bool) -> None:
+        self._places, self._breaks = places, breaks
+        self.entries: dict[str, Entries] = {}
+        self.refused = ""
+        self.scripts: list[str] = []
+        self.comparisons: list[Comparison] = []
+        self._alive: list[bool] = []  # one item, cleared with `comparisons`, so that none that is being made is kept
+        self.key = PlainValues({})
+        self.left_out: set[Place] = set()
+        self.counted_anew: set[Place] = set()
+        self._keys: dict[frozenset[_Part], PlainValues] = {}  # by the values of all holders; the latest comes last
+        self._closed: frozenset[str] = frozenset()  # names of containers whose contents are not read
+        self._opened: set[int] = set()  # ids of objects that were opened
+        self._roots: list[int] = []  # ids of the modules that a function reaches
+        self._deaths: list[weakref.ref[Any]] = []  # they call back when an object ends whose attributes are kept alive
+
+    def look(self, module: Any) -> Changes:
+        """Read the holders that moved since the last time; return the changes."""
+        before, attributes = self.entries, own_dict(module) or {}
+        try:
+            if not self._read_moved(module, attributes):
+                self._find(module)
+        except Exception:  # another thread changes them: the call runs eagerly
+            self.comparisons.clear()
+            self.entries = {}
+        return changes_between(before, self.entries) if before else {}
+
+    def close(self, module: Any, containers: frozenset[str]) -> None:
+        """Stop reading below containers that take new values all the time: each new item would be searched."""
+        if containers != self._closed:
+            self._closed = containers
+            self.comparisons.clear()
+            self.entries = {}
+            self.look(module)
+
+    def _read_moved(self, module: Any, attributes: dict[str, Any]) -> bool:
+        """Read the holders that moved; False if there is a new object to open, or an object is no longer reached."""
+        if getattr(type(module), "is_function", False) and list(map(id, module._modules.values())) != self._roots:
+            return False
+        for comparison in self.comparisons[:1]:
+            if comparison.holds(attributes):
+                return True
+            if not comparison.has_children(attributes):
+                return False
+            entries = dict(self.entries)
+            moved = comparison.moved(attributes)
+            for holder in moved:
+                inside = holder.inside
+                try:
+                    empty = holder.read(self._opened)
+                except Exception:  # the object is gone, or another thread changes it
+                    return False
+                entries_before = entries[holder.name]
+                entries[holder.name] = holder.entries
+                if holder.name in self._closed:
+                    continue
+                opened = (entry for key, entry in holder.entries.items() if entries_before.get(key) != entry)
+                if empty or holder.inside != inside or any(map(has_object, opened)):
+                    return False
+            if not moved or any(holder.mark is None for holder in moved):
+                return False
+            before = ((holder.entries, self.entries[holder.name]) for holder in moved)
+            is_same = all(list(new.items()) == list(old.items()) for new, old in before)
+            # The version may move though nothing that counts did, such as when a file's other globals are set, or a
+            # run counts its calls.
+            is_key = is_same or self._has_values(comparison.key, moved)
+            self.keep(comparison.after(moved, comparison.key if is_key else None))
+            if not is_same:
+                self.entries = entries
+            return True
+        return False
+
+    def _find(self, module: Any) -> None:
+        """Find all holders of values, and read them."""
+        roots, function = [SearchRoot("", module)], None
+        if getattr(type(module), "is_function", False):
+            roots = [SearchRoot(name, child) for name, child in module._modules.items() if child is not None]
+            function = module.function
+            self._roots = list(map(id, module._modules.values()))
+        comparisons, alive = self.comparisons, [True]
+        comparisons.clear()
+
+        def gone(_: Any) -> None:  # called in any thread, at any time, so it takes no lock
+            alive.clear()
+            comparisons.clear()
+
+        holders = Holders(roots, module, gone, function, breaks=self._breaks, closed=self._closed)
+        self._deaths, self._opened = holders.deaths, holders.opened
+        self.refused, self.scripts = holders.refused, holders.scripts
+        self.entries = {holder.name: holder.entries for holder in holders.all}
+        self._places.code = holders.code
+        self._places.kinds = {holder.name: _kind_of(holder) for holder in holders.all}
+        self._alive = alive
+        self.keep(Comparison(holders.root, holders.all, None))
+
+    def keep(self, comparison: Comparison) -> None:
+        """Keep a comparison for later calls, unless an object of it has ended."""
+        self.comparisons[:] = [comparison]
+        if not self._alive:
+            self.comparisons.clear()
+
+    def make_key(self) -> None:
+        """Make the key of the present values, or take the key that they had before."""
+        for comparison in self.comparisons[:1]:
+            if comparison.key is not None or self.refused:
+                return
+            parts = _parts((holder.name, holder.part(self.left_out)) for holder in comparison.holders)
+            values = self._keys.pop(parts, None)
+            if values is None and self.counted_anew:  # while all runs changed these no graph was captured
+                values = self._keys.pop(_parts(_without(self.counted_anew, part) for part in parts), None)
+            self.counted_anew.clear()
+            self.key = self._keys[parts] = values or PlainValues({})
+            self.key.parts = dict(parts)
+            while len(self._keys) > _MAX_KEYS:
+                del self._keys[next(iter(self._keys))]
+            self.keep(comparison.after((), self.key))
+
+    def _has_values(self, key: PlainValues | None, holders: Sequence[Any]) -> bool:
+        """True if a key has the present values of these holders, except at places that are left out."""
+        return key is not None and all(
+            key.parts.get(holder.name, frozenset()) == holder.part(self.left_out) for holder in holders
+        )
+
+    def leaves_out(self, place: Place) -> bool:
+        """True if a place, or the container that it is in, is left out of keys."""
+        return not self.left_out.isdisjoint((place, (place[0], ALL)))
+
+    def leave_out(self, places: set[Place], counted_anew: Set[Place] = frozenset()) -> None:
+        """Leave these places out of keys from now on, and no others.
+
+        Args:
+            places: the places.
+            counted_anew: places that count again since a run left them unchanged.
+        """
+        self.counted_anew |= counted_anew
+        if places == self.left_out:
+            return
+        added, counted = places - self.left_out, self.left_out - places
+        self.left_out = places
+        if counted - self.counted_anew:  # one that is empty by now is no part of a key, as when it was left out
+            self._keys.clear()
+        if added:  # values that differed only in these places are equal now
+            keys, self._keys = self._keys, {}
+            for parts, key in keys.items():
+                self._keys.setdefault(_parts(_without(added, part) for part in parts), key)
+        for comparison in self.comparisons[:1]:
+            self.keep(comparison.after((), None))
+
+
+def changes_between(before: Mapping[str, Entries], now: Mapping[str, Entries]) -> Changes:
+    """Return the places whose values changed, with the old and the new key of the value."""
+    changes: Changes = {}
+    if before is now:
+        return changes
+    moved = itertools.compress(before, map(operator.is_not, before.values(), map(now.get, before)))
+    for name in (*moved, *(now.keys() - before.keys())):
+        old, new = before.get(name, {}), now.get(name, {})
+        for key in old.keys() | new.keys():
+            if old.get(key, ABSENT) != new.get(key, ABSENT):
+                changes[name, key] = old.get(key, ABSENT), new.get(key, ABSENT)
+    return changes
+
+
+def _kind_of(holder: ValueHolder) -> HolderKind:
+    """Describe a holder without keeping it alive."""
+    is_list = holder.is_container and issubclass(type(holder.find()), _LISTS)
+    return HolderKind(holder.is_container, is_list, holder.owner is not None, holder.keys)
+
+
+def _parts(parts: Iterable[_Part]) -> frozenset[_Part]:
+    """Return the parts of a key that are not empty, in any order."""
+    return frozenset(part for part in parts if part[1])
+
+
+def _without(places: set[Place], part: _Part) -> _Part:
+    """Return a holder's part of a key without some places."""
+    name, entries = part
+    if (name, ALL) in places:
+        return name, frozenset()
+    left_out = {key for holder, key in places if holder == name}
+    if not left_out:
+        return part
+    counted = dict(entry for entry in entries if entry[0] not in left_out)
+    order = tuple(key for key in counted.pop(ORDER, ()) if key not in left_out)
+    return name, frozenset((*counted.items(), *[(ORDER, order)] * (len(order) > 1)))

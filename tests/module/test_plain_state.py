@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import simplegraph as sg
 from simplegraph.base.reasons import CannotBind
-from simplegraph.guard import holder_reader, holders, values
+from simplegraph.guard import holders, plain_state, values
 from simplegraph.guard import versions as versions_of_dicts
 from simplegraph.guard.plain_state import PlainState
 
@@ -458,7 +458,7 @@ def test_what_is_appended_in_each_call_is_not_searched(kind: str, named: bool, m
             searches += 1
             super().__init__(*args, **kwargs)
 
-    monkeypatch.setattr(holder_reader, "Holders", Counted)
+    monkeypatch.setattr(plain_state, "Holders", Counted)
     read = (lambda module: 2.0 * len(module.experience)) if named else (lambda module: 2.0)
     model = wrapped(Reads(read, experience=BUFFERS[kind]()))
     held = sg.unwrap(model)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import simplegraph as sg
 from simplegraph.base.reasons import Reason
 from simplegraph.call.refusals import _MAX_CALLS_UNCHECKED, _SURE
-from simplegraph.guard.holder_reader import HolderReader
+from simplegraph.guard.plain_state import HolderReader
 
 
 class Counting(nn.Module):

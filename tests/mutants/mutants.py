@@ -962,8 +962,8 @@ MUTANTS = [
     ),
     Mutant(
         "the key stays, whatever a dict that moved holds",
-        "guard/holder_reader.py",
-        "is_key = is_same or self._keys.has_values(comparison.key, moved)",
+        "guard/plain_state.py",
+        "is_key = is_same or self._has_values(comparison.key, moved)",
         "is_key = True",
         ("tests/module/test_plain_state.py",),
     ),
@@ -990,7 +990,7 @@ MUTANTS = [
     ),
     Mutant(
         "a list that runs add to is left out of the key, whatever code reads of it",
-        "guard/places.py",
+        "guard/place_history.py",
         "is_named_list = self.kinds.get(name, _UNKNOWN).is_list and not is_in_container",
         "is_named_list = False",
         ("tests/module/test_plain_state.py",),
@@ -1004,7 +1004,7 @@ MUTANTS = [
     ),
     Mutant(
         "a container that was left out of the key and is empty now has the key that it had",
-        "guard/key_table.py",
+        "guard/plain_state.py",
         "self._keys.clear()",
         "pass",
         ("tests/module/test_plain_state.py",),
