@@ -6,7 +6,7 @@ Much depends on how the code below a call uses a place, which `PlacesInCode` ans
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Hashable, Mapping, Set
+from collections.abc import Hashable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -242,7 +242,6 @@ class PlaceHistory:
 
     Args:
         places: how code uses places.
-        leave_out: called with the places that do not count, and those that count again since a run left them unchanged.
         proves: True if graphs are compared with eager.
 
     Attributes:
@@ -254,10 +253,8 @@ class PlaceHistory:
         breaks: what eager breaks set.
     """
 
-    def __init__(
-        self, places: PlacesInCode, leave_out: Callable[[set[Place], Set[Place]], None], *, proves: bool
-    ) -> None:
-        self._places, self._leave_out_of_keys = places, leave_out
+    def __init__(self, places: PlacesInCode, *, proves: bool) -> None:
+        self._places = places
         self._runs = 0  # runs that were observed to their end
         self.effects: set[Place] = set()
         self.counted: set[Place] = set()
@@ -276,15 +273,17 @@ class PlaceHistory:
             self.effects.discard(place)
             self.counted.add(place)
             self.new_values.note(place, values, call)
-        self._leave_out()
 
-    def changed_by_run(self, changes: Changes, call: int, *, is_whole: bool) -> None:
+    def changed_by_run(self, changes: Changes, call: int, *, is_whole: bool) -> Set[Place]:
         """Leave out places that every run changed so far; the key stays that of the values before the run.
 
         Args:
             changes: the changes of one run.
             call: the number of the call.
             is_whole: True if it ran to its end, eager breaks included, so that all other places count from now on.
+
+        Returns:
+            The places that count again since the run left them unchanged.
         """
         changed = self._places.by_place(changes)
         for place, values in changed.items():
@@ -298,13 +297,13 @@ class PlaceHistory:
                 self.own_changes |= {(place[0], key): change for key, change in values.items()}
             (self.filled.add if is_filled else self.filled.discard)(place)
         self.breaks.note_run(changed, call)
-        unchanged: Set[Place] = frozenset()
-        if is_whole:
-            self._runs += 1
-            unchanged = self.effects - changed.keys() - self.filled
-            self.effects -= unchanged
-            self.counted |= unchanged
-        self._leave_out(unchanged)
+        if not is_whole:
+            return frozenset()
+        self._runs += 1
+        unchanged = self.effects - changed.keys() - self.filled
+        self.effects -= unchanged
+        self.counted |= unchanged
+        return unchanged
 
     def changed_by_breaks(self, changes: Changes, call: int) -> None:
         """Leave out places that only eager breaks of a replay change, unless code in graphs may read them.
@@ -321,11 +320,6 @@ class PlaceHistory:
                 self.effects.add(place)
         self.changed_by_others(counted, call)
 
-    def count_again(self, call: int) -> None:
-        """Count places again that kept their value for long."""
-        self.new_values.count_again(call)
-        self._leave_out()
-
     def is_effect(self, place: Place) -> bool:
         """True if every run changes a place, or the container that it is in."""
         return not self.effects.isdisjoint((place, (place[0], ALL)))
@@ -336,7 +330,3 @@ class PlaceHistory:
         if place in self.breaks:
             return f"{_shown(place)}, which an eager break set and the forward may read: {IN_BREAK}"
         return f"{_shown(place)} takes new values all the time ({self.new_values.shown(place)}): {_REMEDY}"
-
-    def _leave_out(self, counted_anew: Set[Place] = frozenset()) -> None:
-        """Leave the places that do not count out of keys."""
-        self._leave_out_of_keys({*self.effects, *self.new_values.let_go}, counted_anew)

@@ -13,7 +13,7 @@ import itertools
 import operator
 import threading
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from simplegraph.base.objects import own_dict
@@ -54,7 +54,7 @@ class PlainState:
         self._lock = threading.RLock()
         self._places = PlacesInCode()
         self._reader = HolderReader(self._places, breaks=breaks)
-        self._history = PlaceHistory(self._places, self._reader.leave_out, proves=proves)
+        self._history = PlaceHistory(self._places, proves=proves)
         self.comparisons = self._reader.comparisons
         self.must_look = False
         self.calls = 0
@@ -137,7 +137,8 @@ class PlainState:
                 # Eager breaks do not run in captures.
                 is_whole = is_complete and not isinstance(ACTIVE.recorder, SegmentRecorder)
                 changes = changes_between(before, self._reader.entries)
-                self._history.changed_by_run(changes, self.calls, is_whole=is_whole)
+                self._reader.counted_anew |= self._history.changed_by_run(changes, self.calls, is_whole=is_whole)
+                self._leave_out()
                 if not self._is_serving:
                     self._make_key()
                 self._lengths = []
@@ -162,6 +163,7 @@ class PlainState:
         """Attribute changes since the key was read to eager breaks of a replay, and so to the module."""
         with self._lock:
             self._history.changed_by_breaks(self._reader.look(module), self.calls)
+            self._leave_out()
             if not self._is_serving:
                 self._make_key()
 
@@ -197,6 +199,7 @@ class PlainState:
                 since = self._reader.look(module)
                 if claims:
                     self._history.changed_by_breaks(since, self.calls)
+                    self._leave_out()
                 self._history.changed_by_others(self._counted_changes(before), self.calls)
                 self._make_key()
 
@@ -241,7 +244,7 @@ class PlainState:
             if self._is_unread:
                 self._catch_up(module)
             self._history.changed_by_others(self._reader.look(module), self.calls)
-            self._history.count_again(self.calls)
+            self._history.new_values.count_again(self.calls)
             self._reader.close(module, self._history.new_values.containers())
             self._make_key()
             if not self.comparisons:
@@ -254,8 +257,13 @@ class PlainState:
 
     def _make_key(self) -> None:
         """Make the key of the present values, unless they have one."""
+        self._leave_out()
         self.must_look = bool(self._history.new_values.let_go or self._history.new_values.volatile)
         self._reader.make_key()
+
+    def _leave_out(self) -> None:
+        """Leave the places that do not count out of keys."""
+        self._reader.leave_out({*self._history.effects, *self._history.new_values.let_go})
 
     def _counted_changes(self, before: Mapping[str, Entries]) -> Changes:
         """Return the changes since these entries at places that are not left out of keys."""
@@ -431,14 +439,8 @@ class HolderReader:
         """True if a place, or the container that it is in, is left out of keys."""
         return not self.left_out.isdisjoint((place, (place[0], ALL)))
 
-    def leave_out(self, places: set[Place], counted_anew: Set[Place] = frozenset()) -> None:
-        """Leave these places out of keys from now on, and no others.
-
-        Args:
-            places: the places.
-            counted_anew: places that count again since a run left them unchanged.
-        """
-        self.counted_anew |= counted_anew
+    def leave_out(self, places: set[Place]) -> None:
+        """Leave these places out of keys from now on, and no others."""
         if places == self.left_out:
             return
         added, counted = places - self.left_out, self.left_out - places
