@@ -44,7 +44,7 @@ class LateExtras(Extras):
         from simplegraph.guard.functions import FunctionModule
 
         if isinstance(module, FunctionModule) and module.computes_gradients:
-            from simplegraph.training.step_runner import StepRunner
+            from simplegraph.training.step import StepRunner
 
             return StepRunner
         if not config.training:

@@ -1,8 +1,7 @@
 """Graphs for training; those of inference are captured in `serve`.
 
-step          `train_step`: a whole step in one graph
+step          `train_step`: a whole step in one graph, and what serves its calls
 step_effects  a step's effects beside its result: gradients and Python state; its module and its replays
-step_runner   serves calls of a step
 runner        serves calls under grad mode by pairs of graphs
 builder       captures a pair
 pair          a forward graph and its backward graph, and a call that they serve

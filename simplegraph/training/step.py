@@ -16,9 +16,23 @@ from simplegraph.base.reasons import Reason
 from simplegraph.fused.watched_steps import tell_written
 from simplegraph.guard.functions import GraphedFunction, P, R, check_function
 from simplegraph.manager.manager import CudaGraphSettings, Unpack
+from simplegraph.serve.builder import GraphBuilder
+from simplegraph.serve.runner import GraphRunner
 from simplegraph.serve.wrap import wrap
 from simplegraph.training.optimizers import StepOptimizers
-from simplegraph.training.step_effects import StepModule
+from simplegraph.training.step_effects import StepModule, StepPlan
+
+
+class StepBuilder(GraphBuilder):
+    """Builds the graphs of a training step, whose replays leave gradients, too."""
+
+    plan_kind = StepPlan
+
+
+class StepRunner(GraphRunner):
+    """Serves training steps like other calls."""
+
+    builder_kind = StepBuilder
 
 
 class TrainStep(GraphedFunction[P, R]):
