@@ -200,11 +200,9 @@ class Undo(contextlib.ExitStack):
         snapshot = Snapshot(module, code=code)
 
         def put_back() -> None:
-            others = [] if plain is None else plain.set_by_others(module)
-            snapshot.take_done_flags()
-            snapshot.put_back(snapshot.changes())
-            for attributes, name, value in others:
-                attributes[name] = value
+            with contextlib.nullcontext() if plain is None else plain.keeping_others(module):
+                snapshot.take_done_flags()
+                snapshot.put_back(snapshot.changes())
 
         self.callback(put_back)
         return snapshot

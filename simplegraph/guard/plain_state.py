@@ -239,6 +239,14 @@ class PlainState:
                         found.append((attributes, key, attributes[key]))
             return found
 
+    @contextlib.contextmanager
+    def keeping_others(self, module: Any) -> Iterator[list[tuple[dict[Any, Any], Any, Any]]]:
+        """Surround what restores Python state during `serving`: what other code has set stays, and is listed."""
+        others = self.set_by_others(module)
+        yield others
+        for attributes, name, value in others:
+            attributes[name] = value
+
     def _values(self, module: Any) -> PlainValues:
         with self._lock:
             if self._is_unread:
