@@ -65,7 +65,7 @@ def observe_run(
     module: nn.Module,
     run: Callable[[], Any],
     device: torch.device,
-    before_write: Callable[[Tensor], object] = id,
+    before_write: Callable[[Tensor], object] = lambda _: None,
 ) -> RunEffects:
     """Run a module's forward as a call of it, and observe it.
 

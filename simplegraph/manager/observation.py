@@ -37,7 +37,7 @@ def run_observed(
     rows: int = 0,
     inputs: Collection[int] = (),
     arguments: HostArguments | None = None,
-    before_write: Callable[[Tensor], object] = id,
+    before_write: Callable[[Tensor], object] = lambda _: None,
     tensors: KnownTensors | None = None,
 ) -> tuple[Any, MemoryObserver, BreakTrace | None]:
     """Run a forward eagerly, and observe the memory that it reads and writes.
@@ -87,7 +87,8 @@ def _observe_eager_run(
         with casts, recording_breaks(tracer), following, observer:
             yield observer
     finally:
-        observer.before_write = id  # it may lead to this observer: a circle would keep external memory alive
+        # The caller's function may lead to this observer: a circle would keep external memory alive.
+        observer.before_write = lambda _: None
     if run.key is not None:
         answers = host.steady.collect_answers() if host.steady is not None else {}
         table.constants.learn(run.key, host.copies, host.sources, met_host=host.met_host, answers=answers)
