@@ -143,8 +143,12 @@ class LibraryMapping:
 # By the name of the class, or by an attribute that a library sets on users' classes that it turns into mappings.
 LIBRARY_MAPPINGS: dict[str, LibraryMapping] = {}
 MARKED_MAPPINGS: dict[str, LibraryMapping] = {}
-# By the library's name, the advice for its other mappings. Extras fill all three tables.
+# By the library's name, the advice for its other mappings.
 LIBRARY_REMEDIES: dict[str, str] = {}
+# By an argument's name, the advice for an object that no graph can be passed; by the end of a class's name, the advice
+# for one that no replay can return. Extras fill all these tables.
+ARGUMENT_REMEDIES: dict[str, str] = {}
+OUTPUT_REMEDIES: dict[str, str] = {}
 
 
 def library_mapping(kind: type) -> LibraryMapping | None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from simplegraph.base.nested import RETURNABLE, TreeSpec, Withheld
+from simplegraph.base.nested import OUTPUT_REMEDIES, RETURNABLE, TreeSpec, Withheld
 from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.base.tensors import is_wrapper
 
@@ -117,6 +117,7 @@ def unreturnable(leaves: Sequence[Any]) -> str | None:
             return "a nested tensor"
         opaque = issubclass(type(leaf), Tensor) and (leaf.layout is not torch.strided or is_wrapper(leaf))
         if opaque or not issubclass(type(leaf), RETURNABLE):
-            cache = "; pass use_cache=False" if type(leaf).__name__.endswith("Cache") else ""
-            return f"a {type(leaf).__name__}{cache}"
+            name = type(leaf).__name__
+            remedies = (f"; {remedy}" for end, remedy in OUTPUT_REMEDIES.items() if name.endswith(end))
+            return f"a {name}{next(remedies, '')}"
     return None

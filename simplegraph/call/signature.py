@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from simplegraph.base.config import BatchDim, CudaGraphConfig, PadRule
 from simplegraph.base.constants import WATCHED_BYTES
 from simplegraph.base.errors import ConfigError, InputError, did_you_mean
-from simplegraph.base.nested import ATOMS, TreeSpec, constant_key, flatten
+from simplegraph.base.nested import ARGUMENT_REMEDIES, ATOMS, TreeSpec, constant_key, flatten
 from simplegraph.base.objects import class_member
 from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.base.tensors import layout_of
@@ -507,9 +507,8 @@ class CallReader:
     def _constant(self, name: str, value: Any) -> ConstantArg:
         kind: type[Any] = type(value)
         if not _compares_by_value(value):
-            hint = "tensors are copied, and numbers, texts and tuples compared"
-            if name.partition(".")[0] in ("cache", "past_key_values"):
-                hint = "graph_generation serves generate(); in a loop of your own, let the module keep a StaticCache"
+            general = "tensors are copied, and numbers, texts and tuples compared"
+            hint = ARGUMENT_REMEDIES.get(name.partition(".")[0], general)
             raise CannotBind(Reason.OPAQUE_ARGUMENT, f"{name} is a {kind.__name__}; {hint}")
         return ConstantArg(name, kind, constant_key(value), value)
 

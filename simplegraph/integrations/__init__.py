@@ -26,6 +26,7 @@ from simplegraph.base.extras import Extras, ProbeCounts
 if TYPE_CHECKING:
     from simplegraph.program.probes import Probe
 
+_CACHE_REMEDY = "graph_generation serves generate(); in a loop of your own, let the module keep a StaticCache"
 _CLASS_REGISTRIES = {("transformers", "_registered_model_output_types"), ("transformers", "_CAN_RECORD_REGISTRY")}
 
 
@@ -54,11 +55,14 @@ class LateExtras(Extras):
         return TrainingRunner
 
     def register_libraries(self) -> None:
-        """Register how TensorDicts, and modules of tensordict, TorchRL and transformers, are read."""
+        """Register how TensorDicts, and modules of tensordict, TorchRL and transformers, are read; and advice."""
         import simplegraph.integrations.tensordict  # noqa: F401
+        from simplegraph.base.nested import ARGUMENT_REMEDIES, OUTPUT_REMEDIES
         from simplegraph.base.walk import CLASS_REGISTRIES
 
         CLASS_REGISTRIES.update(_CLASS_REGISTRIES)
+        ARGUMENT_REMEDIES.update(dict.fromkeys(("cache", "past_key_values"), _CACHE_REMEDY))
+        OUTPUT_REMEDIES["Cache"] = "pass use_cache=False"
 
     def lengths(self, config: Any) -> Any:
         """Return `LengthBuckets` if the settings have lengths."""
