@@ -1,16 +1,16 @@
 """A call of a wrapped module, from its arguments to its outputs.
 
-call             the call, its layout, and everything learnt about a signature
-layouts          the table of the layouts of all calls
-refusals         which calls are refused, and when the module is looked at again
-signature        the leaves of the arguments, their names and batch dimensions
-inputs           static inputs, which graphs read
-plan             binds arguments, replays, and returns the outputs; refuses single calls
-outputs          how outputs follow the batch size
-limited_indices  indices of a call, limited to their range while it is not known if the graph serves the call
-shared_outputs   outputs that share memory with each other or with inputs
-entries          entries that a forward sets in its arguments that are mappings, such as TensorDicts: further outputs
-external_memory  the memory that a forward reads and writes beside its arguments, and changes of its arguments
+call                 the call, its layout, and everything learnt about a signature
+layouts              the table of the layouts of all calls
+remembered_refusals  which refused calls are remembered, so that they run eagerly without a look at the module
+signature            the leaves of the arguments, their names and batch dimensions
+inputs               static inputs, which graphs read
+plan                 binds arguments, replays, and returns the outputs; refuses single calls
+outputs              how outputs follow the batch size
+limited_indices      indices of a call, limited to their range until it is known that the graph serves the call
+shared_outputs       outputs that share memory with each other or with inputs
+entries              entries that a forward sets in mappings that it is passed, such as TensorDicts: further outputs
+external_memory      the memory that a forward reads and writes beside its arguments, and changes of its arguments
 
 Calls with the same signature (dtypes, trailing shapes, constants, settings) share a `Binding`. Calls of a binding that
 also pass their arguments in the same way (by position or keyword, nested alike) share a `CallLayout`. Each layout has a

@@ -16,7 +16,7 @@ from simplegraph.base.modes import autocast_dtype
 from simplegraph.base.nested import TreeSpec
 from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.call.call import Binding, CallLayout
-from simplegraph.call.refusals import Refusals
+from simplegraph.call.remembered_refusals import Refusals
 from simplegraph.call.signature import CallReader, argument_rules
 from simplegraph.guard.functions import FunctionModule
 from simplegraph.guard.plain_state import PlainState

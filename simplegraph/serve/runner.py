@@ -29,7 +29,7 @@ from simplegraph.call.call import Call, Graphed, invoke
 from simplegraph.call.entries import WithEntries, put_entries, written_mappings
 from simplegraph.call.layouts import CallTable
 from simplegraph.call.plan import COMPARE_FIRST
-from simplegraph.call.refusals import Refusal
+from simplegraph.call.remembered_refusals import Refusal
 from simplegraph.call.signature import Signature, device_of, differences
 from simplegraph.device.protocol import GraphPool
 from simplegraph.device.select import graph_device

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import simplegraph as sg
 from simplegraph.base.reasons import Reason
-from simplegraph.call.refusals import _MAX_CALLS_UNCHECKED, _SURE
+from simplegraph.call.remembered_refusals import _MAX_CALLS_UNCHECKED, _SURE
 from simplegraph.guard.plain_state import HolderReader
 
 
