@@ -284,7 +284,6 @@ class GraphCapture:
                 probes=self.probes,
                 generators=job.generators,
                 trace=trace,
-                wait=False,  # the driver instantiates the graph while the next one is captured
                 follows=None if job.follows is None else self.table.graphs[job.follows].program,
                 followed=job.key in self._followed,
             )

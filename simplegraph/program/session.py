@@ -84,26 +84,24 @@ class CaptureSession:
         self,
         run: Callable[[], Any],
         *,
-        label: str = "",
-        about: Run | None = None,
+        about: Run,
         probes: Sequence[Probe] = (),
         generators: Sequence[torch.Generator] = (),
         trace: BreakTrace | None = None,
-        wait: bool = True,
         follows: Program | None = None,
         followed: bool = False,
     ) -> Program:
         """Record one run. The run executes nothing on the device; its outputs hold values after the first replay.
 
+        Call `Program.wait` before that: the driver may instantiate a graph while the next one is captured.
+
         Args:
             run: the forward, on inputs whose addresses stay valid.
-            label: the name of the capture in messages ("batch size 8"), if `about` is not given.
             about: the description of the run for probes. In an unobserved run with breaks, tensors that the run left
                 behind are not searched for: they cannot be distinguished from tensors of the breaks.
             probes: inspect the recording, and may refuse it.
             generators: random generators, beside the device's default one, that the run draws from.
             trace: the eager breaks as a warmup met them, at which the run is split; None captures them as part of it.
-            wait: True to return once the Program can be replayed; with False, call `Program.wait` before a replay.
             follows: the Program captured last, if this one reads its memory and is always replayed after it.
             followed: True if the next capture follows this one; tensors left behind are searched for after that one.
 
@@ -111,7 +109,6 @@ class CaptureSession:
             CaptureError: the run cannot be captured, or a probe refuses it. Stream, pool and generators are restored;
                 `about.left_addresses` has the addresses of the recording's memory that something still owns.
         """
-        about = about or Run(label=label, recorded=True)
         started, free_before = time.perf_counter(), self.device.free_memory()
         recorder = SegmentRecorder(self.device, self.pool, generators, trace, follows is not None)
         self.pool.watched = about.observed or trace is None
@@ -130,8 +127,6 @@ class CaptureSession:
             recorded = RecordedRun(about, self.device, self.pool, program, holds, searched)
             for probe in reversed(probes):
                 probe.after_recording(recorded)
-            if wait:
-                program.wait()
             return program
         except BaseException as error:
             recorder.drop()

@@ -15,6 +15,7 @@ from simplegraph.device.cuda.device import CudaDevice
 from simplegraph.device.protocol import GraphPool
 from simplegraph.program.session import CaptureSession
 from tests.gpu.captures import MIB, capture, read_item
+from tests.support.sessions import record
 
 pytestmark = pytest.mark.usefixtures("device_left_alone")
 
@@ -34,7 +35,7 @@ def _capture_sizes(cuda: CudaDevice, pool: GraphPool, x: Tensor, *, borrow: bool
     if borrow:
         with CaptureSession(cuda, pool, thorough=True) as session:
             for rows in range(ROWS, 0, -1):
-                program = session.capture(lambda rows=rows: _forward(x[:rows]), label=f"batch size {rows}")
+                program = record(session, lambda rows=rows: _forward(x[:rows]), label=f"batch size {rows}")
                 captured.append((rows, program, program.outputs[0]))
         return captured
     for rows in range(ROWS, 0, -1):
@@ -256,7 +257,7 @@ def test_other_threads_use_the_device_while_one_captures(cuda: CudaDevice, pool:
 
 def test_nodes_and_memory_are_reported(cuda: CudaDevice, pool: GraphPool, x: Tensor) -> None:
     with CaptureSession(cuda, pool, thorough=True) as session:
-        program = session.capture(lambda: torch.zeros(64 * MIB, device="cuda") + x[0], label="batch size 8")
+        program = record(session, lambda: torch.zeros(64 * MIB, device="cuda") + x[0], label="batch size 8")
     assert program.bytes >= 256 * MIB
     assert program.seconds > 0
     assert 0 < cuda.free_memory() < torch.cuda.get_device_properties(cuda.torch_device).total_memory

@@ -23,6 +23,7 @@ from simplegraph.program.escapes import PythonState
 from simplegraph.program.session import CaptureSession
 from tests.gpu.captures import MIB, capture
 from tests.gpu.modules import captured, mlp
+from tests.support.sessions import record
 
 pytestmark = pytest.mark.usefixtures("device_works")
 
@@ -106,22 +107,22 @@ def test_a_kept_tensor_is_refused_by_name_and_nothing_else_is_alive_in_the_pool(
         return y
 
     with CaptureSession(cuda, pool, thorough=True) as session:
-        before = session.capture(lambda: x + 1, label="batch size 8")
+        before = record(session, lambda: x + 1, label="batch size 8")
         with pytest.raises(CaptureError, match="a place that the code does not lead to") as error:
-            session.capture(run, label="batch size 4", probes=[PythonState()])
+            record(session, run, label="batch size 4", probes=[PythonState()])
         assert "undefined" in str(error.value)  # nothing is deleted from places whose former content is not known
         forget()
         state = PythonState([run])
         state.before_captures()
         with pytest.raises(CaptureError, match="exists only inside the graph") as error:
-            session.capture(run, label="batch size 4", probes=[state])
+            record(session, run, label="batch size 4", probes=[state])
         assert name in str(error.value)
         assert "undefined" not in str(error.value)
         del error
         forget()
         gc.collect()
         assert cuda.left_alive(pool) == set()
-        after = session.capture(lambda: x + 3, label="batch size 2")
+        after = record(session, lambda: x + 3, label="batch size 2")
     for program, added in ((before, 1), (after, 3), (before, 1)):
         program.replay()
         torch.testing.assert_close(program.result(), x + added)
@@ -158,7 +159,7 @@ def test_a_librarys_workspace_that_begins_in_a_capture_is_no_escape(cuda: CudaDe
     a @ a  # the handle itself cannot be made in a capture
     torch._C._cuda_clearCublasWorkspaces()
     with CaptureSession(cuda, pool, thorough=True) as session:
-        programs = [session.capture(lambda: a @ a, label="batch size 2", probes=[PythonState()]) for _ in range(3)]
+        programs = [record(session, lambda: a @ a, label="batch size 2", probes=[PythonState()]) for _ in range(3)]
     for program in programs:
         program.replay()
         torch.testing.assert_close(program.result(), a @ a)
@@ -171,7 +172,7 @@ def test_a_librarys_workspace_that_begins_in_a_capture_is_no_escape(cuda: CudaDe
 def test_random_numbers_and_empty_segments_leave_nothing_alive(cuda: CudaDevice, pool: GraphPool, x: Tensor) -> None:
     with CaptureSession(cuda, pool, thorough=True) as session:
         for run in (lambda: x + torch.rand_like(x), lambda: nn.functional.dropout(x), lambda: x, lambda: x.view(2, 4)):
-            session.capture(run, label="batch size 8", probes=[PythonState()])
+            record(session, run, label="batch size 8", probes=[PythonState()])
             assert cuda.left_alive(pool) == set()
 
 
@@ -182,7 +183,7 @@ class Cyclic:
 
 def test_a_cycle_is_no_escape(cuda: CudaDevice, pool: GraphPool, x: Tensor) -> None:
     with CaptureSession(cuda, pool, thorough=False) as session:
-        program = session.capture(lambda: Cyclic(x * 2).y + 1, label="batch size 8", probes=[PythonState()])
+        program = record(session, lambda: Cyclic(x * 2).y + 1, label="batch size 8", probes=[PythonState()])
     program.replay()
     torch.testing.assert_close(program.result(), x * 2 + 1)
 
@@ -256,7 +257,7 @@ def test_the_check_costs_little_where_nothing_escapes(cuda: CudaDevice, pool: Gr
     weights = [torch.zeros(8, device="cuda") for _ in range(2000)]
     x = torch.zeros(8, device="cuda")
     with CaptureSession(cuda, pool, thorough=True) as session:
-        session.capture(lambda: x + 1, label="batch size 8")
+        record(session, lambda: x + 1, label="batch size 8")
         started = time.perf_counter()
         for _ in range(100):
             assert cuda.left_alive(pool) == set()

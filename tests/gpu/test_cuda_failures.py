@@ -19,6 +19,7 @@ from simplegraph.device.cuda.graph import CudaSegment
 from simplegraph.device.protocol import GraphPool
 from simplegraph.program.session import CaptureSession
 from tests.gpu.captures import MIB, capture, read_item
+from tests.support.sessions import record
 
 pytestmark = pytest.mark.usefixtures("device_left_alone")
 
@@ -291,7 +292,7 @@ def test_reseeding_in_a_capture_is_noticed_whatever_the_seed(
     before = torch.rand(3, device="cuda")
     torch.manual_seed(7)
     with CaptureSession(cuda, pool, thorough=False) as session, pytest.raises(CaptureError, match="reseeded"):
-        session.capture(draw, label="batch size 8")
+        record(session, draw, label="batch size 8")
     assert torch.cuda.initial_seed() == 7
     assert torch.equal(torch.rand(3, device="cuda"), before)
 
@@ -363,7 +364,7 @@ def test_the_error_of_a_read_back_names_the_line_and_the_remedy(cuda: CudaDevice
         CaptureSession(cuda, pool, thorough=True) as session,
         pytest.raises(CaptureError, match="batch size 8") as caught,
     ):
-        session.capture(lambda: read_item(x), label="batch size 8")
+        record(session, lambda: read_item(x), label="batch size 8")
     message = str(caught.value)
     assert "captures.py" in message
     assert "`return x.sum().item()`" in message
@@ -386,7 +387,7 @@ def test_the_error_names_the_cause(
     cuda: CudaDevice, pool: GraphPool, x: Tensor, fault: Callable[[Tensor], Any], words: str
 ) -> None:
     with CaptureSession(cuda, pool, thorough=False) as session, pytest.raises(CaptureError, match=words):
-        session.capture(lambda: fault(x), label="batch size 8")
+        record(session, lambda: fault(x), label="batch size 8")
 
 
 def _mask_in_a_name(x: Tensor) -> Any:
@@ -426,7 +427,7 @@ def test_cudas_own_error_becomes_the_line_and_the_cause(
     cuda: CudaDevice, pool: GraphPool, x: Tensor, fault: Callable[[Tensor], Any], source: str, words: str
 ) -> None:
     with CaptureSession(cuda, pool, thorough=False) as session, pytest.raises(CaptureError) as caught:
-        session.capture(lambda: fault(x), label="batch size 8")
+        record(session, lambda: fault(x), label="batch size 8")
     assert source in (caught.value.location or "")
     assert words in (caught.value.cause or "")
     assert "eager_break" in str(caught.value)

@@ -21,6 +21,7 @@ from simplegraph.program import escapes
 from simplegraph.program.escapes import PythonState
 from simplegraph.program.program import Program
 from simplegraph.program.session import CaptureSession
+from tests.support.sessions import record
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
@@ -198,7 +199,7 @@ def capture(run: Callable[[], Any]) -> Program:
     with CaptureSession(graphs, graphs.new_pool(), thorough=False) as session:
         state = PythonState([run])
         state.before_captures()
-        return session.capture(run, label="batch size 4", probes=[state])
+        return record(session, run, label="batch size 4", probes=[state])
 
 
 @pytest.mark.parametrize(("keep", "name", "gone"), KEEPERS, ids=[keeper[0].__name__ for keeper in KEEPERS])

@@ -24,6 +24,7 @@ from simplegraph.device.protocol import GraphDevice, GraphPool
 from simplegraph.device.select import graph_device
 from simplegraph.manager.capture import capture_bar
 from simplegraph.program.session import CaptureSession
+from tests.support.sessions import record
 
 SIZES = [1, 2, 4, 8]
 
@@ -86,7 +87,7 @@ def test_what_the_user_had_frozen_stays_frozen(graphs: GraphDevice, pool: GraphP
     before = gc.get_freeze_count()
     assert before > 10_000  # all libraries, by conftest.py, as servers do once they are up
     with CaptureSession(graphs, pool, thorough=True) as session:
-        session.capture(lambda: torch.zeros(3, device=graphs.torch_device), label="batch size 1")
+        record(session, lambda: torch.zeros(3, device=graphs.torch_device), label="batch size 1")
     assert gc.get_freeze_count() > before / 2  # some are freed by their last reference
 
 
@@ -118,7 +119,7 @@ def test_objects_in_cycles_are_not_destroyed_while_a_capture_runs(graphs: GraphD
         return torch.zeros(2, device=graphs.torch_device)
 
     with CaptureSession(graphs, pool, thorough=True) as session:
-        session.capture(run, label="batch size 2")
+        record(session, run, label="batch size 2")
     assert alive == [True]
 
 
@@ -203,7 +204,7 @@ def test_captures_run_on_one_stream_for_all_and_calls_that_are_warmups_on_the_ca
 def test_a_capture_executes_nothing_and_its_replay_everything(graphs: GraphDevice, pool: GraphPool) -> None:
     total = torch.zeros(3, device=graphs.torch_device)
     with CaptureSession(graphs, pool, thorough=False) as session:
-        program = session.capture(lambda: total.add_(1), label="batch size 3")
+        program = record(session, lambda: total.add_(1), label="batch size 3")
     assert total.tolist() == [0, 0, 0]
     program.replay()
     program.replay()
@@ -220,10 +221,10 @@ def test_a_failed_capture_in_a_session_leaves_the_earlier_and_later_ones(graphs:
         raise Trouble(f"no {y.shape[0]}")
 
     with CaptureSession(graphs, pool, thorough=True) as session:
-        first = session.capture(lambda: x * 2, label="batch size 4")
+        first = record(session, lambda: x * 2, label="batch size 4")
         with pytest.raises(CaptureError, match=r"batch size 2 failed(.|\n)*Trouble: no 3") as caught:
-            session.capture(trouble, label="batch size 2")
-        second = session.capture(lambda: x * 3, label="batch size 1")
+            record(session, trouble, label="batch size 2")
+        second = record(session, lambda: x * 3, label="batch size 1")
     assert isinstance(caught.value.__cause__, Trouble)
     assert 'raise Trouble(f"no {y.shape[0]}")' in caught.value.location
     for value in (1.0, 5.0):
@@ -242,9 +243,9 @@ def test_what_is_no_ordinary_error_is_not_dressed_up_as_one(
 
     expected = CaptureError if issubclass(error, Exception) else error
     with pytest.raises(expected), CaptureSession(graphs, pool, thorough=True) as session:
-        session.capture(run, label="batch size 2")
+        record(session, run, label="batch size 2")
     with CaptureSession(graphs, pool, thorough=True) as session:
-        program = session.capture(lambda: torch.ones(2, device=graphs.torch_device), label="batch size 2")
+        program = record(session, lambda: torch.ones(2, device=graphs.torch_device), label="batch size 2")
     program.replay()
     assert program.outputs[0].tolist() == [1, 1]
 
@@ -267,7 +268,7 @@ def test_a_session_waits_for_the_stream_that_used_the_pool_last(graphs: GraphDev
     if not graphs.emulated:
         pytest.skip("the order is seen on the emulator")
     with emulator().stream(7), CaptureSession(graphs, pool, thorough=False) as session:
-        program = session.capture(lambda: torch.ones(2), label="batch size 2")
+        program = record(session, lambda: torch.ones(2), label="batch size 2")
     with emulator().stream(9):
         graphs.wait_for(pool.stream)
         pool.stream = 9
@@ -284,7 +285,7 @@ def test_after_a_session_the_callers_stream_is_the_one_to_wait_for(graphs: Graph
         pytest.skip("the order is seen on the emulator")
     with emulator().stream(7):
         with CaptureSession(graphs, pool, thorough=False) as session:
-            session.capture(lambda: torch.ones(2), label="batch size 2")
+            record(session, lambda: torch.ones(2), label="batch size 2")
         assert pool.stream == 7
 
 
