@@ -9,7 +9,6 @@ prometheus      counters for Prometheus
 lengths         pads the lengths of calls
 rehearsal       runs a forward ahead, and undoes it
 parts           `wrap_parts`: graphs for the largest submodules that can have them
-mask_decisions  decides on masks as eager does
 advice          trials of `advise` for models of which only parts can have graphs
 mypy            a plugin for mypy
 
@@ -35,7 +34,7 @@ class LateExtras(Extras):
 
     def probes(self, counts: ProbeCounts) -> list[Probe]:
         """Make the probe that decides on masks as eager does."""
-        from simplegraph.integrations.mask_decisions import MaskDecisions
+        from simplegraph.integrations.transformers.masks import MaskDecisions
 
         return [MaskDecisions(counts)]
 

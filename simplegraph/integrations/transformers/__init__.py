@@ -4,7 +4,7 @@ generate       `graph_generation`
 encoding       `graph_encoder`
 graphed_model  their base classes
 overrides      overrides methods of a model, and restores them
-masks          answers if the model is being traced
+masks          answers if the model is being traced, so that captures decide on masks as eager does
 refusals       refuses calls by properties of the model
 """
 

@@ -12,6 +12,7 @@ It also asks whether it is being compiled, and caches nothing then; captures nee
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import sys
 import threading
@@ -35,6 +36,7 @@ from simplegraph.base.operators import (
 )
 from simplegraph.base.tensors import storage_key
 from simplegraph.program.breaks.marks import ACTIVE
+from simplegraph.program.probes import Probe, Run
 
 # Functions of transformers that ask about a tensor, and read it if the answer is no.
 _DECIDING = ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa", "find_packed_sequence_indices")
@@ -282,3 +284,27 @@ def _kind(func: Any) -> str | None:
     name = facts_of(func).name
     follows = name in _FILLED or name in _ARITHMETIC or name in _EXACT
     return name if follows and not any(arg.is_out for arg in func._schema.arguments) else None
+
+
+@dataclasses.dataclass(eq=False)
+class MaskDecisions(Probe):
+    """Counts decisions on masks in eager runs, and makes the same decisions in recordings, if transformers is loaded.
+
+    Args:
+        counts: the probe counts of a table: the number of decisions of an eager run, which recordings must make, too.
+    """
+
+    counts: ProbeCounts
+
+    @contextlib.contextmanager
+    def around(self, run: Run) -> Iterator[None]:
+        """Count decisions in an eager run that belongs to a graph; answer where a recording would be answered."""
+        if "transformers" not in sys.modules:
+            yield
+            return
+        counted = run.key is not None and not run.recorded
+        with (
+            counting(self.counts) if counted else contextlib.nullcontext(),
+            answering(self.counts) if run.as_recorded else contextlib.nullcontext(),
+        ):
+            yield
