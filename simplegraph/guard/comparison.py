@@ -114,8 +114,8 @@ def _compared_by_clock(others: Sequence[MarkedHolder], versioned: Sequence[Marke
     return [holder for holder in found if _has_own_order(holder) or identity_hash(holder.find()) in held]
 
 
-class _ItemHolders:
-    """Everything whose items are compared one by one.
+class _Items:
+    """Everything whose items are compared one by one, and its expected items in the order in which they are read.
 
     Attributes:
         boxes: lists, sets, empty dicts and cells, whose items the garbage collector shows.
@@ -126,6 +126,12 @@ class _ItemHolders:
         variables: functions that return context variables.
         orders: weak references to the OrderedDicts whose order is compared.
         has_more: True if there are items that `read_more` reads.
+        number: the number of items.
+        plain_at: returns the values among the items that refer to nothing else.
+        plain: these values; they are kept alive, and compared by identity without a hash.
+        hashed_at: returns the other items, which are not kept alive.
+        ids: their ids.
+        kinds: their classes, since an id may be used again.
     """
 
     def __init__(self, ways: _HoldersByMethod) -> None:
@@ -138,27 +144,6 @@ class _ItemHolders:
         self.variables: list[Any] = [holder.variable for holder in ways.variables]
         self.orders = [weakref.ref(holder.find()) for holder in ways.by_clock if _has_own_order(holder)]
         self.has_more = bool(self.slotted or self.variables or self.orders)
-
-    def read_more(self) -> list[Any]:
-        """Read the slots of objects, by the garbage collector; context variables; and the order of dicts."""
-        values = gc.get_referents(*[owner() for owner in self.slotted])
-        values += map(contextvars.ContextVar.get, [find() for find in self.variables], itertools.repeat(ABSENT))
-        return values + list(_chain(map(keys_in_order, [container() for container in self.orders])))
-
-
-class _ExpectedItems:
-    """Says what the items of all `_ItemHolders` are expected to be, in the order in which they are read.
-
-    Attributes:
-        number: the number of items.
-        plain_at: returns the values among the items that refer to nothing else.
-        plain: these values; they are kept alive, and compared by identity without a hash.
-        hashed_at: returns the other items, which are not kept alive.
-        ids: their ids.
-        kinds: their classes, since an id may be used again.
-    """
-
-    def __init__(self, ways: _HoldersByMethod, holders: _ItemHolders) -> None:
         boxes = [*ways.by_items, *ways.cells]
         orders = [-1 if _IS_LAST_FIRST and type(holder.container) is list else 1 for holder in boxes]
         # What boxes hold was read before, and their marks have it. What slots and variables hold is read now.
@@ -166,7 +151,7 @@ class _ExpectedItems:
             list(_chain(holder.mark[1][part][::order] for holder, order in zip(boxes, orders, strict=True)))
             for part in (0, 1)
         )
-        items = gc.get_referents(*holders.boxes) + (holders.read_more() if holders.has_more else [])
+        items = gc.get_referents(*self.boxes) + (self.read_more() if self.has_more else [])
         ids += map(identity_hash, items[len(ids) :])
         kinds += map(type, items[len(kinds) :])
         is_read = list(map(identity_hash, items)) == ids and list(map(type, items)) == kinds
@@ -175,6 +160,12 @@ class _ExpectedItems:
         self.plain_at, self.hashed_at = getter(plain_at), getter(sorted({*range(len(ids))} - {*plain_at}))
         self.plain = self.plain_at(items)
         self.ids, self.kinds = self.hashed_at(ids), self.hashed_at(kinds)
+
+    def read_more(self) -> list[Any]:
+        """Read the slots of objects, by the garbage collector; context variables; and the order of dicts."""
+        values = gc.get_referents(*[owner() for owner in self.slotted])
+        values += map(contextvars.ContextVar.get, [find() for find in self.variables], itertools.repeat(ABSENT))
+        return values + list(_chain(map(keys_in_order, [container() for container in self.orders])))
 
 
 class _VersionedDicts:
@@ -275,8 +266,7 @@ class Comparison:
         ways = _HoldersByMethod(root, compared)
         self._functions = [holder.function for holder in ways.functions]
         self._code_parts = gc.get_referents(*self._functions)  # code and defaults among them
-        self._item_holders = _ItemHolders(ways)
-        self._items = _ExpectedItems(ways, self._item_holders)
+        self._items = _Items(ways)
         self._by_clock, self._by_mark = ways.by_clock, ways.by_mark
         self._clock_marks = [holder.mark for holder in self._by_clock]
         self._marks = [holder.mark for holder in self._by_mark]
@@ -329,11 +319,11 @@ class Comparison:
                 if len(code_parts) != len(self._code_parts) or not all(map(operator.is_, code_parts, self._code_parts)):
                     return False
             # Items of lists, sets and cells, slots and context variables.
-            holders, expected = self._item_holders, self._items
-            if expected.number or holders.lists:
-                items = gc.get_referents(*holders.boxes)
-                if holders.has_more:
-                    items += holders.read_more()
+            expected = self._items
+            if expected.number or expected.lists:
+                items = gc.get_referents(*expected.boxes)
+                if expected.has_more:
+                    items += expected.read_more()
                 if len(items) != expected.number:
                     return False
                 if not all(map(operator.is_, expected.plain_at(items), expected.plain)):
@@ -341,9 +331,9 @@ class Comparison:
                 hashed = expected.hashed_at(items)
                 if tuple(map(identity_hash, hashed)) != expected.ids or tuple(map(type, hashed)) != expected.kinds:
                     return False
-                if list(map(len, holders.lists)) != holders.lengths:
+                if list(map(len, expected.lists)) != expected.lengths:
                     return False
-            if any(holders.no_attributes):
+            if any(expected.no_attributes):
                 return False
         except Exception:  # a value that cannot be read counts as changed
             return False

@@ -220,7 +220,8 @@ class ValueHolder:
             find, is_view = functools.partial(held_by, cell), True
         if function is not None:
             find, is_view = functools.partial(_parts_of, function), True
-        self.name, self.container, self._find, self._counts, self.owner = name, container, find, counts, owner
+        self.name, self.container, self._find, self.owner = name, container, find, owner
+        self.counts = counts or (lambda key: True)
         self.is_container, self._is_view, self.is_wide = is_container, is_view, False
         self._is_ordered = is_container or is_ordered
         self.entries: dict[Hashable, Hashable] = {}
@@ -240,10 +241,6 @@ class ValueHolder:
             return _length(self.find())
         except Exception:
             return -1
-
-    def counts(self, key: Any) -> bool:
-        """True for keys that count."""
-        return self._counts is None or self._counts(key)
 
     def marked(self) -> Any:
         """Return the present mark; None if the container is gone. Call it before the values are read."""

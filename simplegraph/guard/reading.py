@@ -132,22 +132,6 @@ def _entries_in_order(
     return [root, *(by_dict.get(id(_get(module, "__dict__")), added) for module in held)]
 
 
-class _Hooks:
-    """The hooks of modules.
-
-    Attributes:
-        filled: the registries that had hooks.
-        before: copies of these.
-        empty: the registries that had none, and are read only after a hook was registered somewhere.
-    """
-
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        registries: list[dict[int, Any]] = [vars(module)[name] for module in modules for name in HOOKS]
-        self.filled = [registry for registry in registries if registry]
-        self.before = [registry.copy() for registry in self.filled]  # of their class, which may count the order
-        self.empty = [registry for registry in registries if not registry]
-
-
 class _RegistryReader:
     """Reads registries: their values at every call, and their names after a change.
 
@@ -307,7 +291,10 @@ class Reading:
         self._covered_by: object = None  # the mark of a comparison that compares all other attribute versions itself
         self._moment: object = None  # the moment of the clock of versions when everything was last read and compared
         # Hooks, forwards, and tensors that others keep or watch.
-        self._hooks = _Hooks(modules)
+        hooks: list[dict[int, Any]] = [vars(module)[name] for module in modules for name in HOOKS]
+        self._hooks = [registry for registry in hooks if registry]
+        self._hooks_before = [registry.copy() for registry in self._hooks]  # of their class, which may count the order
+        self._empty_hooks = [registry for registry in hooks if not registry]  # read only after one was registered
         self._classes = list({type(module): None for module in modules if not issubclass(type(module), ScriptModule)})
         self._forwards = [kind.forward for kind in self._classes]
         self._owned, self._watched = owned, watched
@@ -426,15 +413,15 @@ class Reading:
             read: what `tensors` returned for this call; None to compare them now.
         """
         try:
-            sources, hooks, expected = self._sources[0], self._hooks, self._expected
+            sources, expected = self._sources[0], self._expected
             version: Any = versions.dict_version
             # Registries that were empty, hooks, and tensors that only this library holds.
-            if any(sources.empty) or hooks.filled != hooks.before:
+            if any(sources.empty) or self._hooks != self._hooks_before:
                 return False
             if self._owned and any(map(_is_released, held_by_nobody(self._owned))):
                 return False
             if RemovableHandle.next_id != self._next_hook:  # a hook was registered somewhere
-                if any(hooks.empty):
+                if any(self._empty_hooks):
                     return False
                 self._next_hook = RemovableHandle.next_id
             # Tensors.

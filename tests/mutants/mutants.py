@@ -234,7 +234,7 @@ MUTANTS = [
     Mutant(
         "hooks that were removed are not noticed before a replay",
         "guard/reading.py",
-        " or hooks.filled != hooks.before",
+        " or self._hooks != self._hooks_before",
         "",
         STALE,
     ),
