@@ -166,9 +166,9 @@ class Gradients:
                 self.refusal = _SHARED.format(tuple(parameter.shape))
         return tuple(self._replaced.values())
 
-    def note_made(self, gradients: Iterable[Any]) -> None:
+    def note_made(self, gradients: Iterable[Tensor]) -> None:
         """Note gradients that graphs make, since another graph overwrites them."""
-        self._made.update(storage_key(gradient) for gradient in gradients if isinstance(gradient, Tensor))
+        self._made.update(map(storage_key, gradients))
 
     def passed(self) -> dict[int, list[int]]:
         """Return the indices of the present gradients by storage key; cuDNN makes several gradients in one buffer."""

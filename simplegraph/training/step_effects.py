@@ -414,14 +414,12 @@ class StepPlan(Plan):
         self._used = sorted(self.step.used)
         count = spec.children[0].num_leaves
         self._left_gradients = whole[count:]
-        self.step.gradients.note_made(gradient for gradient in self._left_gradients if self._is_made(gradient))
+        tensors = (gradient for gradient in self._left_gradients if isinstance(gradient, Tensor))
+        self.step.gradients.note_made(tensor for tensor in tensors if self.device.in_pool(self.pool, tensor))
         self._kept = [index for index, gradient in enumerate(self._left_gradients) if gradient is KEPT]
         self._entry_after_replay: Sequence[Any] = ()
         super()._prepare_outputs(call, whole[:count], spec.children[0])
         self.compared = [*self.outputs, *self._left_gradients]
-
-    def _is_made(self, gradient: Any) -> bool:
-        return isinstance(gradient, Tensor) and self.device.in_pool(self.pool, gradient)
 
     def for_comparison(self, result: Any) -> Any:
         """Return eager's result, and the gradients that it left."""
