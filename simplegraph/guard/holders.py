@@ -394,6 +394,52 @@ class SearchRoot(NamedTuple):
     find: Callable[[], Any] | None = None
 
 
+@dataclasses.dataclass
+class _Way:
+    """How a search reached an object.
+
+    Attributes:
+        name: its dotted name.
+        find: returns it without keeping it alive, or the dict that shows its values.
+        keys: the keys that lead to it from a module; None if code leads to it.
+        owner: the object that holds it, by `key`; None for a root.
+        of_torch: True if it is one of torch's own attributes of a module.
+        is_hidden: True if no survey sees it: code leads to it, or it is below an object that hides it.
+        hides: True if no survey sees what is below it, as below slots and sets.
+        is_excluded: True if nothing below it counts: in objects of this library, or that refer to the module, such as a
+            trainer.
+    """
+
+    name: str
+    find: Callable[[], Any]
+    keys: tuple[Any, ...] | None
+    owner: Any = None
+    key: Any = None
+    of_torch: bool = False
+    is_hidden: bool = False
+    hides: bool = False
+    is_excluded: bool = False
+
+
+def _way_to(thing: Any, walk: Walk, ways: dict[int, _Way], starts: dict[int, SearchRoot], *, by_code: bool) -> _Way:
+    """Return how a search reached an object, from how it reached the object that holds it."""
+    _, above, key, _ = walk.ways[id(thing)]
+    if not above:
+        start = starts[id(thing)]
+        return _Way(start.name, start.find or _nothing, None if by_code else (), is_hidden=by_code)
+    owner, parent = walk.ways[above][0], ways[above]
+    of_torch = issubclass(type(owner), nn.Module) and type(key) is str and key in _OF_TORCH
+    is_hidden = by_code or parent.hides
+    name = parent.name if of_torch and not is_hidden else dotted(parent.name, key)
+    base = dict if kind_of(type(owner)) in (object, OPAQUE) else kind_of(type(owner))
+    keys: tuple[Any, ...] | None = None
+    if not by_code:
+        keys = () if issubclass(type(thing), nn.Module) else (*(parent.keys or ()), key)
+    is_excluded = parent.is_excluded or (type(key) is str and key.startswith(_OURS))
+    find = functools.partial(_item, parent.find, base, key)
+    return _Way(name, find, keys, owner, key, of_torch, is_hidden, is_excluded=is_excluded)
+
+
 class Holders:
     """Finds all holders of plain values that calls of a module may read.
 
@@ -478,84 +524,77 @@ class Holders:
 
     def _open(self, roots: Sequence[SearchRoot], code: CodeBelow | None) -> None:
         """Add the holders of values below roots. If code is given, only attributes that it names count."""
-        names = None if code is None else code.names
         walk = Walk([root.thing for root in roots], self._policy, self.opened)
         starts = {id(original_of(root.thing)): root for root in reversed(roots)}
         things = [(thing, contents) for thing, contents, _ in walk]
         self.opened |= {id(thing) for thing, _ in things}
         kept = self._kept(things)
-        reached: dict[int, tuple[str, Callable[[], Any]]] = {}  # id of an object -> its name, and how to find it
-        keys_to: dict[int, tuple[Any, ...] | None] = {}  # id -> keys that lead from a module; None if code leads to it
-        hidden: set[int] = set()  # ids of objects that no survey sees: below slots and sets, or reached by code
-        excluded: set[int] = set()  # ids below objects of this library, or that refer to the module, such as a trainer
-        for thing, contents in things:
-            _, above, key, _ = walk.ways[id(thing)]
-            owner = walk.ways[above][0] if above else None
-            of_torch = issubclass(type(owner), nn.Module) and type(key) is str and key in _OF_TORCH
-            is_hidden = code is not None or above in hidden
-            if above:
-                name = reached[above][0] if of_torch and not is_hidden else dotted(reached[above][0], key)
-                base = dict if kind_of(type(owner)) in (object, OPAQUE) else kind_of(type(owner))
-                find: Callable[[], Any] = functools.partial(_item, reached[above][1], base, key)
-            else:
-                name, find = starts[id(thing)].name, starts[id(thing)].find or _nothing
-            reached[id(thing)] = name, find
-            keys = () if code is None else None
-            if code is None and above and not issubclass(type(thing), nn.Module):
-                keys = (*(keys_to[above] or ()), key)
-            keys_to[id(thing)] = keys
-            if above in excluded or (type(key) is str and key.startswith(_OURS)):
-                excluded.add(id(thing))
-            elif type(thing) in _VIEWS:
-                reached[id(thing)] = name, functools.partial(_viewed, _VIEWS[type(thing)], find)
-                hidden.add(id(thing))
+        ways: dict[int, _Way] = {}
+        for thing, contents in things:  # each comes after the object that holds it
+            way = ways[id(thing)] = _way_to(thing, walk, ways, starts, by_code=code is not None)
+            if way.is_excluded:
+                continue
+            if type(thing) in _VIEWS:
+                way.find, way.hides = functools.partial(_viewed, _VIEWS[type(thing)], way.find), True
             elif (context := _context_of(type(thing))) is not None:
-                if context is _unseen:
-                    self.refused = f"{name} {_WITH_INIT}"
-                reference = self._reference(thing)
-                find = functools.partial(_viewed, context, reference)
-                variable = reference if context is _in_context else None
-                counts = functools.partial(_counts, names if context is _in_thread else None, (self._uncounted,))
-                reached[id(thing)] = name, find
-                self._add(
-                    ValueHolder(name, find=find, counts=counts, is_view=True, has_tensors=True, variable=variable), keys
-                )
-                hidden.add(id(thing))
+                self._add_context(thing, context, way, code)
             elif issubclass(type(thing), SCRIPTS):
-                self.scripts.append(name)
-                self._functions |= {id(function): function for function in contents.values()}
-                if issubclass(type(thing), CompiledModule):
-                    find = ScriptedValues(self._reference(thing)).read
-                    self._add(ValueHolder(name, find=find, is_view=True, has_tensors=True), keys)
+                self._add_script(thing, contents, way)
             elif kind_of(type(thing)) is object:
-                if issubclass(type(thing), nn.Module) and not is_hidden:
+                is_module = issubclass(type(thing), nn.Module)
+                if is_module and not way.is_hidden:
                     self._surveyed.add(id(thing))
-                holder = self._add_object(thing, contents, name, code, keys, is_hidden=is_hidden)
-                holder.has_tensors |= above in hidden
-                reached[id(thing)] = name, holder.find
-                if holder.has_tensors:
-                    hidden.add(id(thing))
-                if not issubclass(type(thing), nn.Module) and any(it is self._module for it in contents.values()):
-                    excluded.add(id(thing))
+                holder = self._add_object(thing, contents, way, code)
+                holder.has_tensors |= way.is_hidden
+                way.find, way.hides = holder.find, holder.has_tensors
+                way.is_excluded = not is_module and any(it is self._module for it in contents.values())
             elif issubclass(type(thing), tuple):
-                if is_hidden:
-                    hidden.add(id(thing))
-            elif not of_torch or (is_hidden and key in _OF_HIDDEN):
-                # The mapping excluded a view is read each time, since another view may take the place of one.
-                is_kept = id(thing) in kept and type(owner) not in _VIEWS
-                container, finding = (thing, None) if is_kept else (None, find)
-                counts = functools.partial(_counts, None, (self._uncounted,))
-                if is_hidden or issubclass(type(thing), set):
-                    hidden.add(id(thing))
-                is_unseen = id(thing) in hidden
-                holder = ValueHolder(name, container, finding, counts=counts, is_container=True, has_tensors=is_unseen)
-                self._add(holder, keys)
-                if holder.name in self._closed:
-                    holder.gone = None  # the items of a closed container are not kept
-                    excluded.add(id(thing))
-                attributes = own_dict(thing)  # a subclass of a container may have attributes beside its items
-                if type(thing) not in DICTS and attributes is not None and attributes is not thing:
-                    self._add_object(thing, {}, name, code, keys, is_hidden=is_hidden)
+                way.hides = way.is_hidden
+            elif not way.of_torch or (way.is_hidden and way.key in _OF_HIDDEN):
+                self._add_container(thing, way, code, is_kept=id(thing) in kept)
+
+    def _add_context(
+        self, thing: Any, context: Callable[[Any], dict[str, Any]], way: _Way, code: CodeBelow | None
+    ) -> None:
+        """Add the holder of an object whose values depend on the context or thread."""
+        if context is _unseen:
+            self.refused = f"{way.name} {_WITH_INIT}"
+        reference = self._reference(thing)
+        way.find, way.hides = functools.partial(_viewed, context, reference), True
+        variable = reference if context is _in_context else None
+        names = code.names if code is not None and context is _in_thread else None
+        counts = functools.partial(_counts, names, (self._uncounted,))
+        holder = ValueHolder(way.name, find=way.find, counts=counts, is_view=True, has_tensors=True, variable=variable)
+        self._add(holder, way.keys)
+
+    def _add_script(self, thing: Any, contents: Any, way: _Way) -> None:
+        """Note a TorchScript function or module and the Python functions that it calls; add the holder of a module."""
+        self.scripts.append(way.name)
+        self._functions |= {id(function): function for function in contents.values()}
+        if issubclass(type(thing), CompiledModule):
+            find = ScriptedValues(self._reference(thing)).read
+            self._add(ValueHolder(way.name, find=find, is_view=True, has_tensors=True), way.keys)
+
+    def _add_container(self, thing: Any, way: _Way, code: CodeBelow | None, *, is_kept: bool) -> None:
+        """Add the holder of a container's items, and of its attributes if its class has some."""
+        way.hides = way.is_hidden or issubclass(type(thing), set)
+        # The mapping behind a view is read each time, since another view may take the place of one.
+        is_kept = is_kept and type(way.owner) not in _VIEWS
+        holder = ValueHolder(
+            way.name,
+            thing if is_kept else None,
+            None if is_kept else way.find,
+            functools.partial(_counts, None, (self._uncounted,)),
+            is_container=True,
+            has_tensors=way.hides,
+        )
+        self._add(holder, way.keys)
+        if holder.name in self._closed:
+            holder.gone = None  # the items of a closed container are not kept
+            way.is_excluded = True
+        attributes = own_dict(thing)  # a subclass of a container may have attributes beside its items
+        if type(thing) not in DICTS and attributes is not None and attributes is not thing:
+            self._add_object(thing, {}, way, code)
 
     def _kept(self, things: Sequence[tuple[Any, Any]]) -> set[int]:
         """Return ids of the containers that hold only plain values, and containers of such values."""
@@ -598,16 +637,8 @@ class Holders:
             return self.root
         return make(container=attributes, owner=reference)
 
-    def _add_object(
-        self,
-        thing: Any,
-        contents: Any,
-        name: str,
-        code: CodeBelow | None,
-        keys: tuple[Any, ...] | None,
-        *,
-        is_hidden: bool,
-    ) -> ValueHolder:
+    def _add_object(self, thing: Any, contents: Any, way: _Way, code: CodeBelow | None) -> ValueHolder:
+        """Add the holder of an object's attributes, and note the code among them."""
         self._classes[type(thing)] = None
         is_module = issubclass(type(thing), nn.Module)
         names = None if code is None or code.computes_names or is_module else code.names
@@ -615,7 +646,7 @@ class Holders:
             is_code = type(value) in _LEADING or issubclass(type(value), type)
             if is_code and key not in _OF_TORCH and (names is None or key in names):
                 self._functions[id(value)] = value
-        skipped: Collection[str] = (_OF_TORCH - _OF_HIDDEN if is_hidden else _OF_TORCH) if is_module else ()
+        skipped: Collection[str] = (_OF_TORCH - _OF_HIDDEN if way.is_hidden else _OF_TORCH) if is_module else ()
         if str(type(thing).__module__).partition(".")[0] == "simplegraph":
             skipped = contents.keys()  # attributes of our own modules lead to users' objects, and are no values
         for hooks in map(contents.get, HOOKS) if is_module and thing is not self._unhooked else ():
@@ -626,7 +657,7 @@ class Holders:
         if code is not None:  # numbers whose name code has only as the name of a method that it calls
             called -= code.values
         counts = functools.partial(_counts, names, (skipped, called, self._uncounted))
-        return self._add(self._attributes_of(thing, name, counts, by_code=code is not None), keys)
+        return self._add(self._attributes_of(thing, way.name, counts, by_code=code is not None), way.keys)
 
     def _open_code(self) -> None:
         """Add the holders that code names: classes, globals, variables of closures, and everything below them."""
