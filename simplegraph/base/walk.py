@@ -189,6 +189,12 @@ def values_in_order(mapping: Any) -> list[Any]:
     return [value for _, value in items_in_order(mapping)]
 
 
+def length_of(container: Any) -> int:
+    """Return the length of a container, past its class's own ``__len__``."""
+    length: int = kind_of(type(container)).__len__(container)
+    return length
+
+
 def items_of(contents: Any) -> Iterable[tuple[Any, Any]]:
     """Return the keys and values of contents that `held_by` returned."""
     return contents.items() if isinstance(contents, dict) else enumerate(contents or ())

@@ -7,7 +7,7 @@ attributes and "scale". A place is "moved" once it holds another object.
 
 guards          the tensors and objects that graphs read
 reading         `Reading`: the check of tensors, modules and hooks at every call
-comparison      `Comparison`: the check of plain values at every call
+comparison      what holds plain values, and `Comparison`: the check of these values at every call
 links           the order in which a reading reads attributes and slots
 versions        the versions of dicts, which say when to read a dict again
 plain_state     the plain values that a call reads through Python, as a part of its key: reads what moved of them

@@ -9,18 +9,50 @@ from __future__ import annotations
 import collections
 import contextvars
 import copy
+import functools
 import gc
 import itertools
 import operator
 import types
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
 
 from simplegraph.base.objects import identity_hash, own_dict
-from simplegraph.base.walk import keys_in_order, slots_of, values_in_order
+from simplegraph.base.patches import Door
+from simplegraph.base.walk import (
+    DICTS,
+    MAX_WIDTH,
+    held_by,
+    items_in_order,
+    keys_in_order,
+    kind_of,
+    length_of,
+    slots_of,
+    values_in_order,
+)
 from simplegraph.guard import versions
 from simplegraph.guard.links import getter
+from simplegraph.guard.values import (
+    ALL,
+    CLASS,
+    HEAP_TYPE,
+    MAX_DEPTH,
+    NOT_PLAIN,
+    ORDER,
+    PARTS,
+    SCRIPTS,
+    Place,
+    SameObject,
+    buffer_key,
+    can_be_referenced,
+    class_key,
+    identity_key,
+    value_key,
+)
 from simplegraph.program.snapshot import ABSENT
 
 _chain = itertools.chain.from_iterable
@@ -28,24 +60,218 @@ _find = operator.methodcaller("find")
 _children = operator.itemgetter("_modules")
 _HOLDS_NOTHING = frozenset({str, int, float, bool, type(None)})
 _ITERATED = frozenset({list, set})  # classes whose referents for the garbage collector are exactly their items
+_ELSEWHERE = (Tensor, nn.Module, torch.Generator)  # classes of values that are compared in other ways
+_IDENTIFIED = (types.MethodType, *SCRIPTS)  # classes of opened objects that are code
+_parts_of_code = operator.attrgetter("__code__", "__defaults__", "__kwdefaults__")
 _IS_LAST_FIRST = gc.get_referents([0, 1]) == [1, 0]  # True if the collector lists the last item of a list first
 
 
-class MarkedHolder(Protocol):
-    """Holds plain values, and has a mark that changes if a value does; see `ValueHolder`."""
+class ValueHolder:
+    """One dict or container that holds plain values, with their keys.
 
-    container: Any
-    owner: Callable[[], Any] | None
-    cell: types.CellType | None
-    function: types.FunctionType | None
-    variable: Callable[[], contextvars.ContextVar[Any]] | None
-    is_wide: bool
-    buffers: list[Any]
-    mark: Any
+    These are an object's attributes, a container's items, a file's globals, or the variable of a closure.
 
-    def find(self) -> Any: ...
+    Args:
+        name: its dotted name in the module, or its name in code.
+        container: the dict, list, set or deque; None if it is not kept alive, since it may hold a tensor.
+        find: returns the container if it is not kept alive.
+        counts: returns True for keys that count.
+        is_container: True for a user's container; if it is long, only its length and version count.
+        is_ordered: True if the order of keys counts.
+        is_view: True if `find` returns a new object each time.
+        owner: returns the object whose attributes these are; it may get another `__dict__` or class.
+        has_tensors: True if tensors count by identity, too, since no survey of the module sees them.
+        names: the only keys that count, with values that are compared by identity, for the globals of a script: its
+            loops set globals all the time, so the version of their dict is of no use. None for other holders.
+        cell: a closure's cell, whose content is the only value; there is no container then.
+        function: a function, whose code and defaults are the only values; there is no container then.
+        variable: returns a context variable, whose value is the only value; there is no container then.
 
-    def marked(self) -> Any: ...
+    Attributes:
+        entries: key in the container -> key of the value (see `value_key`).
+        inside: ids of objects opened below it.
+        mark: a summary of the values that changes when an entry does, such as the version of the dict.
+        buffers: small arrays and other buffers among the values.
+        keys: the keys that lead from a module to it; None if code leads to it.
+        gone: called when an item of a container without versions ends, since another object may get its id.
+        surveyed: ids of modules that surveys see.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        container: Any = None,
+        find: Callable[[], Any] | None = None,
+        counts: Callable[[Any], bool] | None = None,
+        *,
+        is_container: bool = False,
+        is_ordered: bool = False,
+        is_view: bool = False,
+        owner: Callable[[], Any] | None = None,
+        has_tensors: bool = False,
+        names: Collection[str] | None = None,
+        cell: types.CellType | None = None,
+        function: types.FunctionType | None = None,
+        variable: Callable[[], contextvars.ContextVar[Any]] | None = None,
+    ) -> None:
+        self.cell, self.function, self.variable, self.has_tensors = cell, function, variable, has_tensors
+        self.names = None if names is None else sorted(names)
+        self.gone: Callable[[Any], object] | None = None
+        self.surveyed: Collection[int] = ()
+        self.keys: tuple[Any, ...] | None = None
+        if cell is not None:
+            find, is_view = functools.partial(held_by, cell), True
+        if function is not None:
+            find, is_view = functools.partial(_parts_of, function), True
+        self.name, self.container, self._find, self.owner = name, container, find, owner
+        self.counts = counts or (lambda key: True)
+        self.is_container, self._is_view, self.is_wide = is_container, is_view, False
+        self._is_ordered = is_container or is_ordered
+        self.entries: dict[Hashable, Hashable] = {}
+        self._part: tuple[set[Place], frozenset[Any]] | None = None
+        self.inside: list[int] = []
+        self.buffers: list[Any] = []
+        self.mark: Any = None
+        self._kept: list[Any] = []  # plain values, kept alive so that their ids are not reused, and weak references
+
+    def find(self) -> Any:
+        """Return the present container. May raise any exception if it can no longer be reached."""
+        return self.container if self._find is None else self._find()
+
+    def length(self) -> int:
+        """Return the length of the container now; -1 if it can no longer be reached."""
+        try:
+            return length_of(self.find())
+        except Exception:
+            return -1
+
+    def marked(self) -> Any:
+        """Return the present mark; None if the container is gone. Call it before the values are read."""
+        try:
+            container, owner = self.find(), self.owner and self.owner()
+            if self.owner is not None and not self._is_view and own_dict(owner) is not container:
+                return None
+            is_dict = issubclass(type(container), dict)
+            has_own_order = issubclass(type(container), collections.OrderedDict) and dict.__len__(container) > 1
+            items: Any
+            if self.names is not None:
+                values = list(map(dict.get, itertools.repeat(container), self.names, itertools.repeat(ABSENT)))
+                items = list(map(identity_hash, values)), list(map(type, values)), None
+            elif is_dict and dict.__len__(container) and not self._is_view and versions.dict_version is not None:
+                # The version of an empty dict does not change when the dict takes over another dict's items.
+                items = versions.dict_version(container)
+                if has_own_order:  # `move_to_end` does not change the version
+                    items = items, list(map(identity_hash, keys_in_order(container)))
+            elif self.is_wide:
+                items = length_of(container)
+            else:
+                values = list(dict.values(container) if is_dict else kind_of(type(container)).__iter__(container))
+                keys = list(map(identity_hash, keys_in_order(container))) if is_dict else None
+                items = list(map(identity_hash, values)), list(map(type, values)), keys
+        except Exception:  # another thread may change it
+            return None
+        kind = type(container if owner is None else owner)
+        return not self._is_view and id(container), items, list(map(buffer_key, self.buffers)), id(kind)
+
+    def read(self, opened: Collection[int]) -> list[tuple[list[Any], Any]]:
+        """Read the entries again; return the empty dicts among the values, and the keys that lead to each.
+
+        Walks do not open empty dicts.
+        """
+        container = self.find()
+        self.is_wide = self.is_container and length_of(container) > MAX_WIDTH
+        mark = self.marked()
+        is_versioned = issubclass(type(container), dict) and versions.dict_version is not None
+        by_ids = not is_versioned or self._is_view or self.names is not None
+        self.inside, self.buffers, self._kept = [], [], []
+        entries: dict[Hashable, Hashable] = {}
+        empty: list[tuple[list[Any], Any]] = []
+        for key, value in (
+            [("its length", length_of(container)), ("its version", repr(mark))] if self.is_wide else _items(container)
+        ):
+            if not self.counts(key) or type(value) is Door:
+                continue
+            # Tensors in a list do not count: a reading compares those that graphs read, and a list may log others.
+            is_left_out = issubclass(type(value), _ELSEWHERE) and not issubclass(type(container), dict)
+            if is_left_out and not self._counts_by_identity(value):
+                continue
+            entry = self._entry(value, opened, [key], empty)
+            at = key if type(key) is str else value_key(key)
+            entries[identity_key(key) if at is NOT_PLAIN else at] = entry
+            if at is not NOT_PLAIN:
+                self._kept.append(key)  # an item of a set may be a plain value
+            for thing in (value, key) if by_ids else ():
+                is_by_identity = type(entry if thing is value else at is NOT_PLAIN and identity_key(key)) is SameObject
+                if is_by_identity and can_be_referenced(type(thing)):
+                    self._kept.append(weakref.ref(thing, self.gone))
+        kind = type(container if self.owner is None else self.owner())
+        if kind.__flags__ & HEAP_TYPE:
+            entries[CLASS] = class_key(kind)
+        self.mark = mark and (*mark[:2], list(map(buffer_key, self.buffers)), mark[3])
+        self.entries = entries
+        self._part = None
+        return empty
+
+    def _entry(self, value: Any, opened: Collection[int], path: list[Any], empty: list[tuple[list[Any], Any]]) -> Any:
+        """Return the entry of a value, and note buffers, opened objects and empty dicts in it.
+
+        `path` are the keys that lead to the value.
+        """
+        entry = value_key(value)
+        if entry is not NOT_PLAIN:
+            self._kept.append(value)
+            return entry
+        if issubclass(type(value), _ELSEWHERE):
+            # Only the class of a tensor or module counts here. A reading compares its identity.
+            return identity_key(value) if self._counts_by_identity(value) else class_key(type(value))
+        if issubclass(type(value), tuple) and len(path) <= MAX_DEPTH and length_of(value) <= MAX_WIDTH:
+            items = enumerate(tuple.__iter__(value))
+            entries = tuple(self._entry(item, opened, [*path, at], empty) for at, item in items)
+            return PARTS, class_key(type(value)), entries
+        buffered = buffer_key(value)
+        if buffered is not None:
+            self.buffers.append(value)
+        if id(value) in opened:
+            self.inside.append(id(value))
+        if buffered is not None:
+            return buffered
+        if id(value) in opened:
+            kind = class_key(type(value))
+            if issubclass(type(value), collections.deque):
+                return kind, collections.deque.maxlen.__get__(value)
+            return identity_key(value) if issubclass(type(value), _IDENTIFIED) else kind
+        if type(value) in DICTS and not value:
+            self.inside.append(id(value))
+            empty.append((path, value))
+            return class_key(type(value))
+        return identity_key(value)
+
+    def _counts_by_identity(self, value: Any) -> bool:
+        """True for tensors and modules that are compared by identity, since no survey sees them."""
+        is_hidden = issubclass(type(value), nn.Module) and id(value) not in self.surveyed
+        return self.has_tensors and (is_hidden or issubclass(type(value), Tensor))
+
+    def part(self, left_out: Collection[Place]) -> frozenset[Any]:
+        """Return the entries as a part of a key, without those at places that are left out."""
+        if self._part is None or self._part[0] != left_out:
+            counted = {} if (self.name, ALL) in left_out else self.entries
+            counted = {key: entry for key, entry in counted.items() if (self.name, key) not in left_out}
+            ordered = [(ORDER, tuple(counted))] * (self._is_ordered and len(counted) > 1)
+            self._part = set(left_out), frozenset((*counted.items(), *ordered))
+        return self._part[1]
+
+
+def _items(container: Any) -> list[tuple[Any, Any]]:
+    """List the keys and values of a container; for a set its items, each with the value True."""
+    if issubclass(type(container), dict):
+        return items_in_order(container)
+    items = kind_of(type(container)).__iter__(container)
+    return [(item, True) for item in items] if issubclass(type(container), set) else list(enumerate(items))
+
+
+def _parts_of(function: types.FunctionType) -> dict[str, Any]:
+    """Return the code and the defaults of a function."""
+    return dict(zip(("__code__", "__defaults__", "__kwdefaults__"), _parts_of_code(function), strict=True))
 
 
 class _HoldersByMethod:
@@ -66,7 +292,7 @@ class _HoldersByMethod:
         by_mark: all others, whose marks are made anew at every call.
     """
 
-    def __init__(self, root: MarkedHolder | None, compared: Sequence[MarkedHolder]) -> None:
+    def __init__(self, root: ValueHolder | None, compared: Sequence[ValueHolder]) -> None:
         self.by_version = [
             holder
             for holder in compared
@@ -92,7 +318,7 @@ class _HoldersByMethod:
         self.by_mark = [holder for holder in others if holder not in self.by_clock]
 
 
-def _compared_by_clock(others: Sequence[MarkedHolder], versioned: Sequence[MarkedHolder]) -> list[MarkedHolder]:
+def _compared_by_clock(others: Sequence[ValueHolder], versioned: Sequence[ValueHolder]) -> list[ValueHolder]:
     """Find dicts that need not be read while the clock of versions stands still.
 
     They are not kept alive, but found again at each call. If a dict whose version is compared holds them, they are the
@@ -188,7 +414,7 @@ class _VersionedDicts:
         indices: by the id of a holder, the indices of its versions.
     """
 
-    def __init__(self, root: MarkedHolder | None, ways: _HoldersByMethod) -> None:
+    def __init__(self, root: ValueHolder | None, ways: _HoldersByMethod) -> None:
         self.is_parent, self.parents, children = _children_of(root, ways.by_version)
         children_ids = set(map(id, children))
         owned = [
@@ -229,7 +455,7 @@ class _Families:
         children: the ids of all children.
     """
 
-    def __init__(self, root: MarkedHolder | None, holders: Sequence[MarkedHolder]) -> None:
+    def __init__(self, root: ValueHolder | None, holders: Sequence[ValueHolder]) -> None:
         self.parents: list[dict[str, Any]] = [holder.container for holder in filter(_has_children, holders)]
         attributes = {} if root is None else root.find()
         self.is_parent = root is not None and bool(_children(attributes))
@@ -257,7 +483,7 @@ class Comparison:
         moment: the moment of `versions.clock` when the comparison last held; None without a clock.
     """
 
-    def __init__(self, root: Any, holders: Sequence[Any], key: Any) -> None:
+    def __init__(self, root: ValueHolder | None, holders: Sequence[ValueHolder], key: Any) -> None:
         self.root, self.holders, self.key, self.mark = root, holders, key, object()
         self.moment: object = None
         compared = [
@@ -362,7 +588,7 @@ class Comparison:
         """True if the versions of these dicts are compared, and the owner of each dict and its class."""
         return self._dicts.shown_ids.issuperset(map(id, dicts))
 
-    def moved(self, attributes: dict[str, Any]) -> list[Any]:
+    def moved(self, attributes: dict[str, Any]) -> list[ValueHolder]:
         """List the holders whose values changed; if all others are unchanged, only those with versions are compared."""
         version: Any = versions.dict_version
         if version is None:
@@ -380,7 +606,7 @@ class Comparison:
                 moved[id(self.root)] = self.root
         return list(moved.values()) if later.holds(attributes) else self._moved_otherwise()
 
-    def _moved_otherwise(self) -> list[Any]:
+    def _moved_otherwise(self) -> list[ValueHolder]:
         """List the holders whose marks changed."""
         return [holder for holder in self.holders if holder.marked() != holder.mark]
 
@@ -393,13 +619,13 @@ class Comparison:
                 later._versions[at] = renewed[version]
                 holder = self._dicts.holders[at]
                 holder.mark = holder.mark[0], renewed[version], *holder.mark[2:]
-        before = self._own_version
-        if before is not None and before in renewed:
+        root, before = self.root, self._own_version
+        if root is not None and before is not None and before in renewed:
             later._own_version = renewed[before]
-            self.root.mark = self.root.mark[0], renewed[before], *self.root.mark[2:]
+            root.mark = root.mark[0], renewed[before], *root.mark[2:]
         return later
 
-    def after(self, moved: Sequence[Any], key: Any) -> Comparison:
+    def after(self, moved: Sequence[ValueHolder], key: Any) -> Comparison:
         """Return the comparison for the values after these holders were read again."""
         indices = self._dicts.indices
         versioned = indices.keys() | ({id(self.root)} if self._own_version is not None else set())
@@ -416,8 +642,8 @@ class Comparison:
 
 
 def _children_of(
-    root: MarkedHolder | None, by_version: Sequence[MarkedHolder]
-) -> tuple[bool, list[dict[str, Any]], list[MarkedHolder]]:
+    root: ValueHolder | None, by_version: Sequence[ValueHolder]
+) -> tuple[bool, list[dict[str, Any]], list[ValueHolder]]:
     """Find the modules whose children all show their `__dict__` to the garbage collector.
 
     Returns:
@@ -440,35 +666,35 @@ def _children_of(
     return is_parent, parents, children
 
 
-def _has_children(holder: MarkedHolder) -> bool:
+def _has_children(holder: ValueHolder) -> bool:
     """True if a holder has the attributes of a module with children, other than the root."""
     attributes = holder.container if holder.owner is not None and isinstance(holder.container, dict) else {}
     return isinstance(attributes.get("_modules"), dict) and bool(_children(attributes))
 
 
-def _shows_dict(thing: Any, holder: MarkedHolder) -> bool:
+def _shows_dict(thing: Any, holder: ValueHolder) -> bool:
     """True if an object shows exactly two referents to the garbage collector: its holder's dict, and its class."""
     referents = gc.get_referents(thing)
     is_shown = thing is _owner_of(holder) and len(referents) == 2
     return is_shown and referents[0] is holder.container and referents[1] is type(thing)
 
 
-def _owner_of(holder: MarkedHolder) -> Any:
+def _owner_of(holder: ValueHolder) -> Any:
     """Return the object whose attributes a holder has; None if it is gone."""
     return None if holder.owner is None else holder.owner()
 
 
-def _has_version(holder: MarkedHolder) -> bool:
+def _has_version(holder: ValueHolder) -> bool:
     """True if the mark of a holder contains the version of a dict."""
     return type(holder.mark[1][0] if type(holder.mark[1]) is tuple else holder.mark[1]) is int
 
 
-def _has_own_order(holder: MarkedHolder) -> bool:
+def _has_own_order(holder: ValueHolder) -> bool:
     """True if a holder of a dict with a version is an OrderedDict, whose order has no version: its mark contains it."""
     return type(holder.mark[1]) is tuple
 
 
-def _shows_slots(holder: MarkedHolder) -> bool:
+def _shows_slots(holder: ValueHolder) -> bool:
     """True if an object has only slots, and shows all their values to the garbage collector."""
     if holder.mark is None or holder.mark[0] is not False:
         return False

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import collections
 import contextvars
 import dataclasses
 import dis
 import functools
 import gc
 import itertools
-import operator
 import threading
 import types
 import weakref
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from simplegraph.base.nested import ATOMS
-from simplegraph.base.objects import by_class, class_member, identity_hash, own_dict
-from simplegraph.base.patches import Door, original_of, replaced
+from simplegraph.base.objects import by_class, class_member, own_dict
+from simplegraph.base.patches import Door, original_of
 from simplegraph.base.walk import (
     ALIASES,
     DEPTH,
@@ -35,41 +32,20 @@ from simplegraph.base.walk import (
     held_by,
     is_break,
     is_closed,
-    items_in_order,
-    keys_in_order,
     kind_of,
     slots_of,
 )
-from simplegraph.guard import versions
 from simplegraph.guard.code_below import CodeBelow, is_packaged
+from simplegraph.guard.comparison import ValueHolder
 from simplegraph.guard.links import HOOKS, REGISTRIES
-from simplegraph.guard.scripted import SCRIPTS, CompiledModule, ScriptedValues, python_below
-from simplegraph.guard.values import (
-    ALL,
-    CLASS,
-    HEAP_TYPE,
-    MAX_DEPTH,
-    NOT_PLAIN,
-    ORDER,
-    PARTS,
-    Place,
-    SameObject,
-    buffer_key,
-    can_be_referenced,
-    class_key,
-    dotted,
-    value_key,
-)
-from simplegraph.program.snapshot import ABSENT
+from simplegraph.guard.scripted import ScriptedValues, python_below
+from simplegraph.guard.values import NOT_PLAIN, SCRIPTS, CompiledModule, can_be_referenced, dotted, value_key
 
 _OF_TORCH = frozenset(vars(nn.Module())) | {"_simplegraph", "_simplegraph_optimized"}  # compared in other ways
 _OF_HIDDEN = frozenset({"training", *REGISTRIES, *HOOKS})  # torch's attributes that count if no survey sees the module
-_ELSEWHERE = (Tensor, nn.Module, torch.Generator)  # classes of values that are compared in other ways
 _OURS = "_simplegraph"  # the prefix of attributes that this library sets
-_IDENTIFIED = (types.MethodType, *SCRIPTS)  # classes of opened objects that are code
 # Types of values that may lead to code.
 _LEADING = frozenset({types.FunctionType, types.MethodType, functools.partial, dict, list, tuple, *ALIASES})
-_parts_of_code = operator.attrgetter("__code__", "__defaults__", "__kwdefaults__")
 _VALUES = frozenset({"LOAD_CONST", "LOAD_SMALL_INT", "LOAD_GLOBAL", "LOAD_FAST", "LOAD_FAST_BORROW"})
 _NO_WORK = frozenset({"RESUME", "NOP", "CACHE", "RETURN_CONST", "RETURN_VALUE"})
 _WITH_INIT = (
@@ -161,229 +137,6 @@ def _opens_captured(kind: type) -> Any:
 
 _POLICY = Policy(_opens, depth=DEPTH, width=MAX_WIDTH, objects=20_000)
 _WITHOUT_BREAKS = dataclasses.replace(_POLICY, opens=_opens_captured)
-
-
-class ValueHolder:
-    """One dict or container that holds plain values, with their keys.
-
-    These are an object's attributes, a container's items, a file's globals, or the variable of a closure.
-
-    Args:
-        name: its dotted name in the module, or its name in code.
-        container: the dict, list, set or deque; None if it is not kept alive, since it may hold a tensor.
-        find: returns the container if it is not kept alive.
-        counts: returns True for keys that count.
-        is_container: True for a user's container; if it is long, only its length and version count.
-        is_ordered: True if the order of keys counts.
-        is_view: True if `find` returns a new object each time.
-        owner: returns the object whose attributes these are; it may get another `__dict__` or class.
-        has_tensors: True if tensors count by identity, too, since no survey of the module sees them.
-        names: the only keys that count, with values that are compared by identity, for the globals of a script: its
-            loops set globals all the time, so the version of their dict is of no use. None for other holders.
-        cell: a closure's cell, whose content is the only value; there is no container then.
-        function: a function, whose code and defaults are the only values; there is no container then.
-        variable: returns a context variable, whose value is the only value; there is no container then.
-
-    Attributes:
-        entries: key in the container -> key of the value (see `value_key`).
-        inside: ids of objects opened below it.
-        mark: a summary of the values that changes when an entry does, such as the version of the dict.
-        buffers: small arrays and other buffers among the values.
-        keys: the keys that lead from a module to it; None if code leads to it.
-        gone: called when an item of a container without versions ends, since another object may get its id.
-        surveyed: ids of modules that surveys see.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        container: Any = None,
-        find: Callable[[], Any] | None = None,
-        counts: Callable[[Any], bool] | None = None,
-        *,
-        is_container: bool = False,
-        is_ordered: bool = False,
-        is_view: bool = False,
-        owner: Callable[[], Any] | None = None,
-        has_tensors: bool = False,
-        names: Collection[str] | None = None,
-        cell: types.CellType | None = None,
-        function: types.FunctionType | None = None,
-        variable: Callable[[], contextvars.ContextVar[Any]] | None = None,
-    ) -> None:
-        self.cell, self.function, self.variable, self.has_tensors = cell, function, variable, has_tensors
-        self.names = None if names is None else sorted(names)
-        self.gone: Callable[[Any], object] | None = None
-        self.surveyed: Collection[int] = ()
-        self.keys: tuple[Any, ...] | None = None
-        if cell is not None:
-            find, is_view = functools.partial(held_by, cell), True
-        if function is not None:
-            find, is_view = functools.partial(_parts_of, function), True
-        self.name, self.container, self._find, self.owner = name, container, find, owner
-        self.counts = counts or (lambda key: True)
-        self.is_container, self._is_view, self.is_wide = is_container, is_view, False
-        self._is_ordered = is_container or is_ordered
-        self.entries: dict[Hashable, Hashable] = {}
-        self._part: tuple[set[Place], frozenset[Any]] | None = None
-        self.inside: list[int] = []
-        self.buffers: list[Any] = []
-        self.mark: Any = None
-        self._kept: list[Any] = []  # plain values, kept alive so that their ids are not reused, and weak references
-
-    def find(self) -> Any:
-        """Return the present container. May raise any exception if it can no longer be reached."""
-        return self.container if self._find is None else self._find()
-
-    def length(self) -> int:
-        """Return the length of the container now; -1 if it can no longer be reached."""
-        try:
-            return _length(self.find())
-        except Exception:
-            return -1
-
-    def marked(self) -> Any:
-        """Return the present mark; None if the container is gone. Call it before the values are read."""
-        try:
-            container, owner = self.find(), self.owner and self.owner()
-            if self.owner is not None and not self._is_view and own_dict(owner) is not container:
-                return None
-            is_dict = issubclass(type(container), dict)
-            has_own_order = issubclass(type(container), collections.OrderedDict) and dict.__len__(container) > 1
-            items: Any
-            if self.names is not None:
-                values = list(map(dict.get, itertools.repeat(container), self.names, itertools.repeat(ABSENT)))
-                items = list(map(identity_hash, values)), list(map(type, values)), None
-            elif is_dict and dict.__len__(container) and not self._is_view and versions.dict_version is not None:
-                # The version of an empty dict does not change when the dict takes over another dict's items.
-                items = versions.dict_version(container)
-                if has_own_order:  # `move_to_end` does not change the version
-                    items = items, list(map(identity_hash, keys_in_order(container)))
-            elif self.is_wide:
-                items = _length(container)
-            else:
-                values = list(dict.values(container) if is_dict else kind_of(type(container)).__iter__(container))
-                keys = list(map(identity_hash, keys_in_order(container))) if is_dict else None
-                items = list(map(identity_hash, values)), list(map(type, values)), keys
-        except Exception:  # another thread may change it
-            return None
-        kind = type(container if owner is None else owner)
-        return not self._is_view and id(container), items, list(map(buffer_key, self.buffers)), id(kind)
-
-    def read(self, opened: Collection[int]) -> list[tuple[list[Any], Any]]:
-        """Read the entries again; return the empty dicts among the values, and the keys that lead to each.
-
-        Walks do not open empty dicts.
-        """
-        container = self.find()
-        self.is_wide = self.is_container and _length(container) > MAX_WIDTH
-        mark = self.marked()
-        is_versioned = issubclass(type(container), dict) and versions.dict_version is not None
-        by_ids = not is_versioned or self._is_view or self.names is not None
-        self.inside, self.buffers, self._kept = [], [], []
-        entries: dict[Hashable, Hashable] = {}
-        empty: list[tuple[list[Any], Any]] = []
-        for key, value in (
-            [("its length", _length(container)), ("its version", repr(mark))] if self.is_wide else _items(container)
-        ):
-            if not self.counts(key) or type(value) is Door:
-                continue
-            # Tensors in a list do not count: a reading compares those that graphs read, and a list may log others.
-            is_left_out = issubclass(type(value), _ELSEWHERE) and not issubclass(type(container), dict)
-            if is_left_out and not self._counts_by_identity(value):
-                continue
-            entry = self._entry(value, opened, [key], empty)
-            at = key if type(key) is str else value_key(key)
-            entries[_identity(key) if at is NOT_PLAIN else at] = entry
-            if at is not NOT_PLAIN:
-                self._kept.append(key)  # an item of a set may be a plain value
-            for thing in (value, key) if by_ids else ():
-                is_by_identity = type(entry if thing is value else at is NOT_PLAIN and _identity(key)) is SameObject
-                if is_by_identity and can_be_referenced(type(thing)):
-                    self._kept.append(weakref.ref(thing, self.gone))
-        kind = type(container if self.owner is None else self.owner())
-        if kind.__flags__ & HEAP_TYPE:
-            entries[CLASS] = class_key(kind)
-        self.mark = mark and (*mark[:2], list(map(buffer_key, self.buffers)), mark[3])
-        self.entries = entries
-        self._part = None
-        return empty
-
-    def _entry(self, value: Any, opened: Collection[int], path: list[Any], empty: list[tuple[list[Any], Any]]) -> Any:
-        """Return the entry of a value, and note buffers, opened objects and empty dicts in it.
-
-        `path` are the keys that lead to the value.
-        """
-        entry = value_key(value)
-        if entry is not NOT_PLAIN:
-            self._kept.append(value)
-            return entry
-        if issubclass(type(value), _ELSEWHERE):
-            # Only the class of a tensor or module counts here. A reading compares its identity.
-            return _identity(value) if self._counts_by_identity(value) else class_key(type(value))
-        if issubclass(type(value), tuple) and len(path) <= MAX_DEPTH and _length(value) <= MAX_WIDTH:
-            items = enumerate(tuple.__iter__(value))
-            entries = tuple(self._entry(item, opened, [*path, at], empty) for at, item in items)
-            return PARTS, class_key(type(value)), entries
-        buffered = buffer_key(value)
-        if buffered is not None:
-            self.buffers.append(value)
-        if id(value) in opened:
-            self.inside.append(id(value))
-        if buffered is not None:
-            return buffered
-        if id(value) in opened:
-            kind = class_key(type(value))
-            if issubclass(type(value), collections.deque):
-                return kind, collections.deque.maxlen.__get__(value)
-            return _identity(value) if issubclass(type(value), _IDENTIFIED) else kind
-        if type(value) in DICTS and not value:
-            self.inside.append(id(value))
-            empty.append((path, value))
-            return class_key(type(value))
-        return _identity(value)
-
-    def _counts_by_identity(self, value: Any) -> bool:
-        """True for tensors and modules that are compared by identity, since no survey sees them."""
-        is_hidden = issubclass(type(value), nn.Module) and id(value) not in self.surveyed
-        return self.has_tensors and (is_hidden or issubclass(type(value), Tensor))
-
-    def part(self, left_out: Collection[Place]) -> frozenset[Any]:
-        """Return the entries as a part of a key, without those at places that are left out."""
-        if self._part is None or self._part[0] != left_out:
-            counted = {} if (self.name, ALL) in left_out else self.entries
-            counted = {key: entry for key, entry in counted.items() if (self.name, key) not in left_out}
-            ordered = [(ORDER, tuple(counted))] * (self._is_ordered and len(counted) > 1)
-            self._part = set(left_out), frozenset((*counted.items(), *ordered))
-        return self._part[1]
-
-
-def _identity(value: Any) -> Hashable:
-    """Return a key that is equal for the same object only.
-
-    For tensors the id is enough: graphs keep the tensors that they read alive. A weak reference would keep torch from
-    swapping a tensor.
-    """
-    return (Tensor, id(value)) if issubclass(type(value), Tensor) else SameObject(replaced(value))
-
-
-def _length(container: Any) -> int:
-    """Return the length of a container, past its class's own ``__len__``."""
-    length: int = kind_of(type(container)).__len__(container)
-    return length
-
-
-def _items(container: Any) -> list[tuple[Any, Any]]:
-    """List the keys and values of a container; for a set its items, each with the value True."""
-    if issubclass(type(container), dict):
-        return items_in_order(container)
-    items = kind_of(type(container)).__iter__(container)
-    return [(item, True) for item in items] if issubclass(type(container), set) else list(enumerate(items))
-
-
-def _parts_of(function: types.FunctionType) -> dict[str, Any]:
-    """Return the code and the defaults of a function."""
-    return dict(zip(("__code__", "__defaults__", "__kwdefaults__"), _parts_of_code(function), strict=True))
 
 
 class SearchRoot(NamedTuple):

@@ -18,8 +18,8 @@ from typing import Any
 
 from simplegraph.base.objects import own_dict
 from simplegraph.base.reasons import CannotBind, Reason
-from simplegraph.guard.comparison import Comparison
-from simplegraph.guard.holders import Holders, SearchRoot, ValueHolder
+from simplegraph.guard.comparison import Comparison, ValueHolder
+from simplegraph.guard.holders import Holders, SearchRoot
 from simplegraph.guard.place_history import Changes, Entries, HolderKind, PlaceHistory, PlacesInCode
 from simplegraph.guard.values import ALL, ORDER, Place, PlainValues, has_object, place_name
 from simplegraph.program.breaks.marks import ACTIVE

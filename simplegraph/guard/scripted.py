@@ -11,16 +11,13 @@ from torch import Tensor, nn
 from simplegraph.base.errors import HostError
 from simplegraph.base.walk import items_of
 from simplegraph.guard.links import Link
-from simplegraph.guard.values import NOT_PLAIN, value_key
+from simplegraph.guard.values import NOT_PLAIN, CompiledModule, value_key
 
 _NO_FUSION = "Call torch._C._jit_override_can_fuse_on_cpu(False) first. On a GPU its kernels are captured."
 _REMEDY = "Python cannot compare what it holds: use the module that the TorchScript module was made from."
 
 _CONTAINERS = (dict, list, tuple)
 _EXACT = (type(None), bool, int, str)  # classes whose equal values cannot be distinguished
-
-CompiledModule: Any = torch._C.ScriptModule  # the class of the object in C++
-SCRIPTS = (CompiledModule, torch.jit.ScriptFunction)
 
 
 def python_below(compiled: Any) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from simplegraph.base.nested import ATOMS, constant_key
 from simplegraph.base.objects import by_class, own_dict
+from simplegraph.base.patches import replaced
 from simplegraph.base.walk import MAX_WIDTH, shown
 
 _name_of = vars(type)["__name__"].__get__  # ignores the metaclass's own `__name__`
@@ -35,6 +36,8 @@ ALL = object()  # in a place, all keys of a container
 CLASS = "__class__"  # in a place, the key of an object's class
 MAX_DEPTH = 8  # the deepest nesting of tuples
 HEAP_TYPE = 1 << 9  # a flag of classes that Python made at run time, not C
+CompiledModule: Any = torch._C.ScriptModule  # the class of a TorchScript module's object in C++
+SCRIPTS = (CompiledModule, torch.jit.ScriptFunction)
 _MAX_BYTES = 4096  # of the largest array whose values count; a call compares one in about a microsecond
 _DIRECT = frozenset({type(None), bool, int, str, bytes})
 _DIRECT |= {torch.dtype, torch.device, torch.layout, torch.memory_format}
@@ -64,6 +67,15 @@ class SameObject:
 
     def __repr__(self) -> str:
         return self._name
+
+
+def identity_key(value: Any) -> Hashable:
+    """Return a key that is equal for the same object only.
+
+    For tensors the id is enough: graphs keep the tensors that they read alive. A weak reference would keep torch from
+    swapping a tensor.
+    """
+    return (Tensor, id(value)) if issubclass(type(value), Tensor) else SameObject(replaced(value))
 
 
 def _nobody() -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import simplegraph as sg
-from simplegraph.guard import comparison, holders, links, reading, versions
+from simplegraph.guard import comparison, links, reading, versions
 from tests.module.answers import close
 from tests.module.stateful import captured, rows
 
@@ -68,7 +68,7 @@ def test_a_steady_call_reads_no_value_again(device, monkeypatch, kind):
     while not served(model, module, device):
         pass
     read = []
-    monkeypatch.setattr(holders.ValueHolder, "read", lambda self, _: read.append(self.name))
+    monkeypatch.setattr(comparison.ValueHolder, "read", lambda self, _: read.append(self.name))
     monkeypatch.setattr(comparison.Comparison, "moved", lambda self, _: read.append(self))
     assert all(served(model, module, device) for _ in range(3))
     assert read == []
@@ -601,8 +601,8 @@ def test_a_steady_call_reads_no_place_by_itself(device, places, monkeypatch):
     model = sg.wrap(places, capture_sizes=[4], progress=False)
     for _ in range(5):
         served(model, places, device)
-    read, marked = [], holders.ValueHolder.marked
-    monkeypatch.setattr(holders.ValueHolder, "marked", lambda self: read.append(self.name) or marked(self))
+    read, marked = [], comparison.ValueHolder.marked
+    monkeypatch.setattr(comparison.ValueHolder, "marked", lambda self: read.append(self.name) or marked(self))
     assert all(served(model, places, device) for _ in range(3))
     assert read == []
 
