@@ -30,7 +30,7 @@ from simplegraph.call.signature import CallReader, argument_rules, device_of
 from simplegraph.device.saved_state import SavedMemory, default_generator
 from simplegraph.device.select import graph_device
 from simplegraph.doctor.parts_to_break import Obstacle, find_parts
-from simplegraph.doctor.trial_config import TrialConfig
+from simplegraph.doctor.trials import TrialConfig
 from simplegraph.guard.functions import FunctionModule, GraphedFunction, check_function
 from simplegraph.guard.survey import HeldTensor, device_of_state, held_tensors
 from simplegraph.guard.values import shown_entry, value_key

@@ -21,11 +21,11 @@ from torch.distributions import Distribution
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from simplegraph.base.config import CudaGraphConfig
 from simplegraph.base.errors import ConfigError, SimpleGraphError
 from simplegraph.base.nested import flatten
 from simplegraph.base.reasons import SOON
 from simplegraph.device.saved_state import HostRandom, put_random_states, random_states
-from simplegraph.doctor.trial_config import TrialConfig
 from simplegraph.doctor.turns import Way, in_turns
 from simplegraph.manager.stats import GraphStats, headline, merged_failures
 from simplegraph.program.snapshot import Snapshot
@@ -38,6 +38,14 @@ _CYCLES = 2_000_000  # of a GPU's clock in a millisecond, about
 _UNVALIDATED = "torch.distributions.Distribution.set_default_validate_args(False)"
 
 Context = Callable[[], contextlib.AbstractContextManager[None]]
+
+
+class TrialConfig(CudaGraphConfig):
+    """Settings that environment variables do not replace: a check tries graphs even if SIMPLEGRAPH_MODE=off is set."""
+
+    def from_env(self, environ: Mapping[str, str] | None = None) -> CudaGraphConfig:
+        """Return these settings as they are."""
+        return self
 
 
 @dataclasses.dataclass
