@@ -320,10 +320,6 @@ class PlaceHistory:
                 self.effects.add(place)
         self.changed_by_others(counted, call)
 
-    def is_effect(self, place: Place) -> bool:
-        """True if every run changes a place, or the container that it is in."""
-        return not self.effects.isdisjoint((place, (place[0], ALL)))
-
     def why_volatile(self) -> str:
         """Return why calls run eagerly: the place that makes them, and a remedy."""
         place = next(iter(self.new_values.volatile))

@@ -21,7 +21,7 @@ from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.guard.comparison import Comparison, ValueHolder
 from simplegraph.guard.holders import Holders, SearchRoot
 from simplegraph.guard.place_history import Changes, Entries, HolderKind, PlaceHistory, PlacesInCode
-from simplegraph.guard.values import ALL, ORDER, Place, PlainValues, has_object, place_name
+from simplegraph.guard.values import ALL, ORDER, Place, PlainValues, has_object, is_among, place_name
 from simplegraph.program.breaks.marks import ACTIVE
 from simplegraph.program.program import SegmentRecorder
 from simplegraph.program.snapshot import ABSENT
@@ -212,11 +212,7 @@ class PlainState:
         with self._lock:
             self._reader.look(module)
             counted_anew = self._reader.counted_anew
-            changed = {
-                place
-                for place in self._counted_changes(self._served)
-                if counted_anew.isdisjoint((place, (place[0], ALL)))
-            }
+            changed = {place for place in self._counted_changes(self._served) if not is_among(place, counted_anew)}
             before, self._changed = self._changed, changed
             for place in changed - before:
                 raise CannotBind(Reason.PYTHON_STATE, place_name(place))
@@ -276,7 +272,7 @@ class PlainState:
     def _counted_changes(self, before: Mapping[str, Entries]) -> Changes:
         """Return the changes since these entries at places that are not left out of keys."""
         changes = changes_between(before, self._reader.entries)
-        return {place: change for place, change in changes.items() if not self._reader.leaves_out(place)}
+        return {place: change for place, change in changes.items() if not is_among(place, self._reader.left_out)}
 
     def _catch_up(self, module: Any) -> None:
         """Sort what changed since the last look, around runs at which nothing was looked.
@@ -288,7 +284,7 @@ class PlainState:
         others: Changes = {}
         by_others = self.filled_by_others()
         for place, values in self._reader.look(module).items():
-            is_own = self._history.is_effect(place) and place[0] not in by_others
+            is_own = is_among(place, self._history.effects) and place[0] not in by_others
             (own if is_own else others)[place] = values
         self._history.changed_by_run(own, self.calls, is_whole=False)
         self._history.changed_by_others(others, self.calls)
@@ -442,10 +438,6 @@ class HolderReader:
         return key is not None and all(
             key.parts.get(holder.name, frozenset()) == holder.part(self.left_out) for holder in holders
         )
-
-    def leaves_out(self, place: Place) -> bool:
-        """True if a place, or the container that it is in, is left out of keys."""
-        return not self.left_out.isdisjoint((place, (place[0], ALL)))
 
     def leave_out(self, places: set[Place]) -> None:
         """Leave these places out of keys from now on, and no others."""

@@ -16,7 +16,7 @@ import pathlib
 import sys
 import uuid
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Set
 from typing import Any
 
 import torch
@@ -226,6 +226,11 @@ def _shown_value(entry: tuple[Any, ...]) -> str:
         return f"({', '.join(items if type(value) is tuple else sorted(items))})"
     is_enum = len(entry) == 3 and type(entry[1]) is str and type(value) is tuple
     return str(entry[1]) if is_enum else repr(value)
+
+
+def is_among(place: Place, places: Set[Place]) -> bool:
+    """True if a place, or the container that it is in, is one of these places."""
+    return not places.isdisjoint((place, (place[0], ALL)))
 
 
 def place_name(place: Place) -> str:

@@ -1019,7 +1019,7 @@ MUTANTS = [
     Mutant(
         "what other code sets during a rest counts as changed by runs",
         "guard/plain_state.py",
-        "is_own = self._history.is_effect(place) and place[0] not in by_others",
+        "is_own = is_among(place, self._history.effects) and place[0] not in by_others",
         "is_own = True",
         ("tests/module/test_rests.py",),
     ),
