@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from simplegraph.call.inputs import Slot
+from simplegraph.base.tensors import storage_key
+from simplegraph.call.inputs import HostInput, Slot
 
 Tensors = list[Tensor]
 
@@ -21,20 +22,27 @@ class LimitedIndices:
 
     Args:
         slots: the arguments.
-        ranges: (lowest, highest) index by name; an index below 0 counts from the end.
+        ranges: storage key of a static input -> (lowest, highest) index; an index below 0 counts from the end.
+
+    Attributes:
+        limits: (place among the copies, lowest, highest, a table of this length) of each argument that is an index.
+        are_complete: True if these are all indices.
     """
 
-    def __init__(self, slots: Sequence[Slot], ranges: Mapping[str, tuple[int, int]]) -> None:
+    def __init__(self, slots: Sequence[Slot], ranges: Mapping[int, tuple[int, int]]) -> None:
         copied = [slot for slot in slots if slot.shape is not None and not slot.reference]
         self._num_copied = len(copied)
-        self._limits: list[tuple[int, int, int, Tensor]] = []
-        for at, (name, view) in enumerate((slot.arg.name, slot.view) for slot in copied):
-            if name in ranges:
-                low, high = ranges[name]
-                table = torch.zeros(1, dtype=torch.uint8, device=view.device).expand(high + 1, 1)
-                self._limits.append((at, low, high, table[:, 0] if low < 0 else table))
-        limited = {at for at, *_ in self._limits}
-        self._others = [at for at in range(self._num_copied) if at not in limited]
+        self.limits: list[tuple[int, int, int, Tensor]] = []
+        self._others: list[int] = []
+        for at, slot in enumerate(copied):
+            limit = ranges.get(storage_key(slot.view))
+            if limit is None or isinstance(slot.arg, HostInput):
+                self._others.append(at)
+                continue
+            low, high = limit
+            table = torch.zeros(1, dtype=torch.uint8, device=slot.view.device).expand(high + 1, 1)
+            self.limits.append((at, low, high, table[:, 0] if low < 0 else table))
+        self.are_complete = len(self.limits) == len(ranges)
 
     def are_all_copied(self, sources: Tensors) -> bool:
         """True if a call copies every argument, so that none is already in its static input."""
@@ -42,13 +50,13 @@ class LimitedIndices:
 
     def load(self, sources: Tensors, targets: Tensors) -> tuple[Tensors, Tensors]:
         """Copy the indices within their range; return the other copies, which remain to be made."""
-        for at, low, high, _ in self._limits:
+        for at, low, high, _ in self.limits:
             torch.clamp(sources[at], low, high, out=targets[at])
         return [sources[at] for at in self._others], [targets[at] for at in self._others]
 
     def check(self, sources: Tensors) -> None:
         """Fail as eager does, on a GPU later and for good, if an index is out of range."""
-        for at, low, _, table in self._limits:
+        for at, low, _, table in self.limits:
             if low < 0:
                 table[sources[at]]
             else:

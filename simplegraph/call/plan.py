@@ -129,9 +129,11 @@ class Plan:
         # whatever values it gets, since the call may be meant for another graph. Indices can be limited to their range.
         acts = self.program.breaks or self.guarded or self.waits or call.carried.places
         is_harmless = self.only_replays and call.binding.only_computes and not (acts or self.debug or table.hooks)
-        ranges = graph.index_ranges
-        self._indices = LimitedIndices(self.slots, ranges) if ranges else None
-        self.calls_to_compare_first = 1 if is_harmless and ranges is not None else -1
+        indices = self.program.indices
+        ranges = None if indices is None or indices.may_fault else indices.ranges
+        self._indices = LimitedIndices(self.slots, ranges) if is_harmless and ranges else None
+        is_harmless = is_harmless and ranges is not None and (self._indices is None or self._indices.are_complete)
+        self.calls_to_compare_first = 1 if is_harmless else -1
         self._in_vain = 0  # the calls that were compared first after the latest launch in vain
 
     def launch_first(

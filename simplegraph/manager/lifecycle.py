@@ -9,7 +9,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import enum
-from collections.abc import Callable, Collection, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from simplegraph.base.config import CudaGraphMode
@@ -200,8 +200,6 @@ class CapturedGraph:
         proof_distance: replays between the last comparison and the next one; it doubles. 0 before the first comparison.
         uncompared_runs: the number of calls that could not be compared.
         operators: a hash of the operators of an eager run with as many rows as the graph; None before such a run.
-        index_ranges: (lowest, highest) valid value of each argument that the graph takes as an index, by name; None if
-            the graph may fault because of other values, too.
         set_by_breaks: what runs found in places of Python that they set, if replays equalled these runs.
         describe_freed: called before the graph's first proof. It describes a kernel that uses memory freed since the
             capture, and returns None if there is none.
@@ -216,7 +214,6 @@ class CapturedGraph:
     proof_distance: int = 0
     uncompared_runs: int = 0
     operators: int | None = None
-    index_ranges: Mapping[str, tuple[int, int]] | None = None
     set_by_breaks: dict[Any, Any] = dataclasses.field(default_factory=dict)
     describe_freed: Callable[[], str | None] = lambda: None
 

@@ -6,15 +6,14 @@ an argument that is limited to its range before the launch, the graph can be lau
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from simplegraph.base.operators import OperatorFacts, strided_tensors
+from simplegraph.base.operators import INDICES, OperatorFacts, indices_of, strided_tensors
 from simplegraph.base.tensors import storage_key
-from simplegraph.program.index_checks import INDICES, indices_of
 
 _LOOKUPS = frozenset({"embedding", "index_select", "gather", "index"})  # these fault by their indices alone
 _COPYING = frozenset({"clone", "_to_copy", "to", "contiguous", "reshape", "flatten", "repeat"})
@@ -61,47 +60,32 @@ class IndexRanges:
     def note(self, facts: OperatorFacts, given: Sequence[Any], made: Iterable[Tensor]) -> None:
         """Note where the integers come from that an operator makes of these arguments."""
         tensors = strided_tensors(given)
-        keys, origins = set(map(storage_key, tensors)), set(map(self._origin, tensors))
-        has_others = any(issubclass(type(leaf), Tensor) and leaf.layout is not torch.strided for leaf in given)
-        if facts.written:
-            for key in keys:
-                self._origins.pop(key, None)
+        keys = set(map(storage_key, tensors))
+        for key in keys if facts.written else ():
+            self._origins.pop(key, None)
         for tensor in made:
-            key = storage_key(tensor)
-            if key in keys:  # a view
+            if (key := storage_key(tensor)) in keys:  # a view
                 continue
             self._origins.pop(key, None)  # of freed memory
-            if tensor.dtype not in INDICES or has_others:
-                continue
-            if origins <= {_CONSTANT}:
-                self._origins[key] = _CONSTANT
-            elif facts.name in _COPYING and len(tensors) == 1 and tensor.itemsize >= tensors[0].itemsize:
-                (origin,) = origins
+            if tensor.dtype in INDICES:
+                origin = self._common_origin(facts, given, tensors, tensor.itemsize)
                 if origin is not None:
                     self._origins[key] = origin
+
+    def _common_origin(
+        self, facts: OperatorFacts, given: Sequence[Any], tensors: Sequence[Tensor], itemsize: int
+    ) -> int | None:
+        if any(issubclass(type(leaf), Tensor) and leaf.layout is not torch.strided for leaf in given):
+            return None
+        origins = set(map(self._origin, tensors))
+        if origins <= {_CONSTANT}:
+            return _CONSTANT
+        if facts.name in _COPYING and len(tensors) == 1 and itemsize >= tensors[0].itemsize:
+            return origins.pop()
+        return None
 
     def _origin(self, tensor: Tensor) -> int | None:
         if tensor.dtype not in INDICES:
             return None
         key = storage_key(tensor)
         return self._origins.get(key) if key in self._made else key
-
-
-def ranges_by_name(recorded: Sequence[IndexRanges], arguments: Mapping[int, str]) -> dict[str, tuple[int, int]] | None:
-    """Return the range in which values of arguments must be so that no recorded operator faults.
-
-    Args:
-        recorded: the indices of recordings.
-        arguments: the names of arguments that are copied to static inputs, by storage key.
-
-    Returns:
-        (lowest, highest) by name; None if there is no recording, or if an operator may fault because of other values.
-    """
-    ranges: dict[str, tuple[int, int]] = {}
-    for indices in recorded:
-        if indices.may_fault or not indices.ranges.keys() <= arguments.keys():
-            return None
-        for key, (low, high) in indices.ranges.items():
-            lowest, highest = ranges.get(arguments[key], (low, high))
-            ranges[arguments[key]] = max(lowest, low), min(highest, high)
-    return ranges if recorded else None

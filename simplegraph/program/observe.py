@@ -321,7 +321,7 @@ class MemoryObserver(OperatorMode):
         blank: storage keys of memory that the run made, and that nothing has written yet.
         given: storage keys of all memory that operators were passed, if `after` is given.
         may_draw: True if an operator draws random numbers, or may draw some without declaring it.
-        indices: the values that may fail on a GPU if they are out of range; of a recording alone.
+        indices: the values that fail on a GPU if they are out of range.
         differentiates: True if an operator outside of eager breaks ran under grad mode.
         rounds_by_group: True if an operator multiplies rows in groups, so that its rounding depends on their sizes.
         adds_in_any_order: True if an operator adds by atomics on a GPU.
@@ -440,7 +440,7 @@ class MemoryObserver(OperatorMode):
         if inside is None:
             self.numbers.note(func, args, kwargs, tensors)
             self.operators = hash((self.operators, func))
-            if self.captures and facts.may_fault:
+            if facts.may_fault:
                 self.indices.note_fault(facts, args, kwargs)
             self.differentiates = self.differentiates or _grad_enabled()
         result = self.leave(func, args, kwargs)
@@ -449,8 +449,7 @@ class MemoryObserver(OperatorMode):
         made = strided_tensors((result,))
         if inside is None:
             self.numbers.note_choice(func, args, kwargs, tensors, made)
-        if self.captures:
-            self.indices.note(facts, (*args, *kwargs.values()), made)
+        self.indices.note(facts, (*args, *kwargs.values()), made)
         for tensor in made:
             self.dtypes.add(tensor.dtype)
             if self.gpu is None and tensor.is_cuda:

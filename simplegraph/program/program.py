@@ -28,6 +28,7 @@ from simplegraph.program.breaks.break_calls import (
     Cell,
 )
 from simplegraph.program.breaks.marks import name_of, recording_breaks
+from simplegraph.program.index_ranges import IndexRanges
 from simplegraph.program.lent_outputs import LentOutputs
 
 _KEPT_BYTES = 64 << 20  # up to this size, the results of a program's breaks are kept until a replay is over
@@ -67,6 +68,7 @@ class Program:
         constants: device copies of tensors that the forward made from Python data; the graph reads them.
         breaks: the steps that run eagerly; segments: the steps that are graphs.
         replay: runs the steps on the current stream; the results are in `outputs`.
+        indices: the values that the graphs take as indices; None if they are not known.
         check_first: called before the first replay; refuses the replay by raising. None once it has returned.
     """
 
@@ -83,6 +85,7 @@ class Program:
     breaks: tuple[Break, ...] = dataclasses.field(init=False)
     segments: tuple[Segment, ...] = dataclasses.field(init=False)
     replay: Callable[[], None] = dataclasses.field(init=False)
+    indices: IndexRanges | None = None
     check_first: Callable[[], object] | None = None
 
     def __post_init__(self) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from simplegraph.base.nested import flatten
 from simplegraph.base.reasons import CannotBind, Reason
-from simplegraph.call.call import Call, is_copied
+from simplegraph.call.call import Call
 from simplegraph.call.external_memory import Rehearsals
 from simplegraph.call.inputs import InputSet
 from simplegraph.device.protocol import CAPTURE_LOCK
@@ -24,7 +24,6 @@ from simplegraph.manager.observation import Observation
 from simplegraph.manager.stats import CaptureSummary
 from simplegraph.manager.table import CaptureJob
 from simplegraph.program.escapes import kept_by
-from simplegraph.program.index_ranges import ranges_by_name
 from simplegraph.program.probes import Probe, Run
 from simplegraph.serve.observed_runs import ObservedRuns
 
@@ -90,8 +89,7 @@ class CallCapture(Probe):
         summary = capture.inspect(summary)
         if jobs and jobs[0].arguments is not None:  # all jobs share one `HostArguments`
             self._runs.learn_hosts(self._call, jobs[0].arguments)
-        self._note_made()
-        self._note_indices()
+        self._note_recorded()
         changed = (self._repeated.names or []) if len(summary.failed) < len(jobs) else []
         try:
             why = self._why_refused(kept, changed)
@@ -215,10 +213,17 @@ class CallCapture(Probe):
         if trace is not None:
             binding.note_trace(other, trace)
 
-    def _note_made(self) -> None:
-        """Note the outputs whose memory observed runs made: they must be cloned."""
-        graphs = self._manager.table.graphs
-        programs = [graphs[job.key].program for job in self._jobs if job.key in graphs]
+    def _note_recorded(self) -> None:
+        """Note the indices of the graphs, and the outputs whose memory observed runs made: they must be cloned.
+
+        Sizes that were not observed take the indices that all others take.
+        """
+        graphs, indices = self._manager.table.graphs, self._observation.indices
+        programs, others = [], next(iter(indices.values()), None)
+        for job in self._jobs:
+            if job.key in graphs:
+                programs.append(graphs[job.key].program)
+                programs[-1].indices = indices.get(job.key, others)
         outputs = (
             (at, leaf)
             for program in programs
@@ -227,16 +232,6 @@ class CallCapture(Probe):
         )
         observers = self._observation.observers
         self._call.binding.made |= {at for at, leaf in outputs if any(observer.made(leaf) for observer in observers)}
-
-    def _note_indices(self) -> None:
-        """Note which arguments the graphs take as indices."""
-        memory = self._inputs.memory
-        copied = {memory[arg.name]: arg.name for arg in self._call.layout.args if is_copied(arg)}
-        recorded = [observer.indices for observer in self._observation.observers if observer.captures]
-        ranges = ranges_by_name(recorded, copied)
-        for job in self._jobs:
-            if (graph := self._manager.table.graphs.get(job.key)) is not None:
-                graph.index_ranges = ranges
 
     def _why_refused(self, kept: Sequence[str], changed: Sequence[str]) -> tuple[str, str] | None:
         """Return (cause, remedy) if no graph of the capture may serve; None if the graphs may.

@@ -839,3 +839,36 @@ def test_numbers_that_a_thread_sets(device):
 def test_debugging_compares_first(device):
     model = warm(Scaled(), device, debug=True)
     assert changed(model) == 0
+
+
+class Sliced(Table):
+    """Its table is as long as the batch, or not."""
+
+    def __init__(self, grows):
+        super().__init__(LOOK_UPS["embedding"])
+        self.grows = grows
+
+    def forward(self, at):
+        return self.look_up(self.table[: len(at) if self.grows else 16], at) * self.scale
+
+
+@pytest.mark.parametrize("grows", [True, False])
+def test_each_size_limits_indices_to_its_own_table(device, grows):
+    """Of sizes captured together, not all are observed."""
+    model = sg.wrap(Sliced(grows).to(device).eval(), capture_sizes=[2, 3, 4, 5, 6], progress=False, padding=False)
+    model.capture_graphs(torch.zeros(6, dtype=torch.int64, device=device))
+    for rows in (6, 5, 4, 3, 2) * 4:
+        at = torch.arange(rows, device=device)
+        close(model(at), model.forward(at))
+    replays = model.graph_stats.replays
+    for rows in (6, 4, 2):
+        at = torch.arange(rows, device=device).flip(0)
+        close(model(at), model.forward(at))
+    assert model.graph_stats.replays == replays + 3
+    model.scale = 2.0
+    at = torch.arange(4, device=device)
+    close(model(at), model.forward(at))
+    assert in_vain(model) == 1
+    if device.type == "cpu" and grows:
+        with pytest.raises(IndexError):
+            model(at + 1)

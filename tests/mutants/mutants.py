@@ -1797,15 +1797,15 @@ MUTANTS = [
     Mutant(
         "an index that is written in place counts as what it was",
         "program/index_ranges.py",
-        "        if facts.written:\n",
-        "        if False:\n",
+        "for key in keys if facts.written else ():",
+        "for key in ():",
         FIRST,
     ),
     Mutant(
         "an index in a buffer counts as an argument",
-        "program/index_ranges.py",
-        "indices.may_fault or not indices.ranges.keys() <= arguments.keys()",
-        "indices.may_fault",
+        "call/limited_indices.py",
+        "self.are_complete = len(self.limits) == len(ranges)",
+        "self.are_complete = True",
         FIRST,
     ),
     Mutant(
@@ -1813,6 +1813,13 @@ MUTANTS = [
         "program/index_ranges.py",
         "if facts.name not in _LOOKUPS:\n            return False",
         "if facts.name not in _LOOKUPS:\n            return True",
+        FIRST,
+    ),
+    Mutant(
+        "sizes that take other indices are not all observed",
+        "manager/observation.py",
+        "            or observer.indices.ranges != seen[0].indices.ranges\n",
+        "",
         FIRST,
     ),
     Mutant(
