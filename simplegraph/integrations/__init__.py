@@ -33,10 +33,11 @@ class LateExtras(Extras):
     """Calls extras for the core, and imports each at its first use."""
 
     def probes(self, counts: ProbeCounts) -> list[Probe]:
-        """Make the probe that decides on masks as eager does."""
+        """Make the probes that inspect the memory of graphs, and that decide on masks as eager does."""
         from simplegraph.integrations.transformers.masks import MaskDecisions
+        from simplegraph.manager.touched import Inspection
 
-        return [MaskDecisions(counts)]
+        return [Inspection(), MaskDecisions(counts)]
 
     def runner_kind(self, config: Any, module: Any) -> Any:
         """Return the runner class of training steps, or of forward and backward graphs; None for other modules."""

@@ -123,8 +123,6 @@ class CudaGraphManager(Sleeps):
         stats: GraphStats | None = None,
         **settings: Unpack[CudaGraphSettings],
     ) -> None:
-        from simplegraph.manager.touched import Inspection  # loaded only if needed
-
         self.config = (config or CudaGraphConfig()).replace(**settings).from_env()
         self.device = graph_device(device)
         refuse_inside_capture(self.device.is_capturing())
@@ -143,7 +141,7 @@ class CudaGraphManager(Sleeps):
         self.ranks: SingleRank = ranks or SingleRank()
         self.support, self.stats = support, stats or GraphStats(name)
         self.table = ProgramTable(self.config, self.device, self.pool, self.ranks, support, self.stats)
-        self.table.probes += [Inspection(), *extras.installed.probes(self.table.constants.probe_counts)]
+        self.table.probes += extras.installed.probes(self.table.constants.probe_counts)
         self.hooks = self.table.hooks
         if ranks is not None:
             self.hooks.append(RankHooks(ranks, self.config.debug))

@@ -13,7 +13,6 @@ import logging
 import time
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +24,7 @@ from simplegraph.base.walk import all_tensors
 from simplegraph.device.inventory import take_inventory
 from simplegraph.device.kernels import launched_by_torch, readable
 from simplegraph.device.protocol import CAPTURE_LOCK, Inventory, MemoryKind, MemorySpan, Touch
+from simplegraph.manager.capture import GraphCapture
 from simplegraph.manager.stats import CaptureSummary
 from simplegraph.manager.table import OTHERS_TOO, CaptureJob, Key, ProgramTable, on_all_ranks
 from simplegraph.program.probes import Probe
@@ -35,10 +35,9 @@ logger = logging.getLogger("simplegraph")
 class Inspection(Probe):
     """Reads the addresses that captured graphs touch, and drops graphs that touch freed memory."""
 
-    def inspect(self, capture: Any, summary: CaptureSummary) -> CaptureSummary:
+    def inspect(self, capture: GraphCapture, summary: CaptureSummary) -> CaptureSummary:
         """Inspect the largest and the smallest graph, and the others if one of these touches freed memory."""
-        table: ProgramTable = capture.table
-        jobs, started = capture.jobs, time.perf_counter()
+        table, jobs, started = capture.table, capture.jobs, time.perf_counter()
         read = list(next((run.owned() for run in reversed(capture.runs) if run.recorded), ()))
         with table.ranks.together(), table.releasing_unused_pool(), CAPTURE_LOCK:
             refused = _inspect(table, jobs, read)
