@@ -340,7 +340,7 @@ class MemoryObserver(OperatorMode):
         device: GraphDevice | None = None,
         rows: int = 0,
         after: MemoryObserver | None = None,
-        before_write: Callable[[Tensor], object] = id,
+        before_write: Callable[[Tensor], object] = lambda _: None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._device, self.before_write = device, before_write

@@ -122,10 +122,8 @@ class CallCapture(Probe):
                 raise self._pass_carried(error) from None
             finally:
                 # Another thread may have set a number while the forward was recorded, before or after it was read.
-                others = call.plain.set_by_others(call.module)
-                kept = self._state.put_back()
-                for attributes, name, value in others:
-                    attributes[name] = value
+                with call.plain.keeping_others(call.module) as others:
+                    kept = self._state.put_back()
         for _, name, _ in others:
             raise CannotBind(Reason.WARMUP, f"{name}, which other code set during the capture")
         return capture, summary, kept

@@ -290,8 +290,8 @@ MUTANTS = [
     Mutant(
         "what a capture changed in Python is not put back",
         "serve/call_capture.py",
-        "                kept = self._state.put_back()\n",
-        "                kept = []\n",
+        "                    kept = self._state.put_back()\n",
+        "                    kept = []\n",
         FAULTS,
     ),
     Mutant(
@@ -1929,9 +1929,9 @@ MUTANTS = [
     ),
     Mutant(
         "a capture undoes what another thread set",
-        "serve/call_capture.py",
-        "                    attributes[name] = value\n",
-        "                    pass\n",
+        "guard/plain_state.py",
+        "            attributes[name] = value\n",
+        "            pass\n",
         ("tests/module/test_set_by_threads.py",),
     ),
     Mutant(
