@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from simplegraph.base.tensors import storage_key
-from simplegraph.call.inputs import HostInput, Slot
+from simplegraph.call.inputs import HostInput, InputSet, Slot
+from simplegraph.program.index_ranges import IndexOrigin
 
 Tensors = list[Tensor]
 
@@ -22,20 +23,24 @@ class LimitedIndices:
 
     Args:
         slots: the arguments.
-        ranges: storage key of a static input -> (lowest, highest) index; an index below 0 counts from the end.
+        inputs: their static inputs; padded: the rows of the graph.
+        ranges: the (lowest, highest) index of what the graph takes as indices. One below 0 counts from the end.
 
     Attributes:
         limits: (place among the copies, lowest, highest, a table of this length) of each argument that is an index.
         are_complete: True if these are all indices.
     """
 
-    def __init__(self, slots: Sequence[Slot], ranges: Mapping[int, tuple[int, int]]) -> None:
+    def __init__(
+        self, slots: Sequence[Slot], inputs: InputSet, padded: int, ranges: Mapping[IndexOrigin, tuple[int, int]]
+    ) -> None:
         copied = [slot for slot in slots if slot.shape is not None and not slot.reference]
         self._num_copied = len(copied)
         self.limits: list[tuple[int, int, int, Tensor]] = []
         self._others: list[int] = []
         for at, slot in enumerate(copied):
-            limit = ranges.get(storage_key(slot.view))
+            whole = inputs.inputs[slot.arg.name].view(padded)
+            limit = ranges.get(IndexOrigin(storage_key(whole), whole.numel(), whole.dtype))
             if limit is None or isinstance(slot.arg, HostInput):
                 self._others.append(at)
                 continue

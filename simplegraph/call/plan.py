@@ -131,7 +131,7 @@ class Plan:
         is_harmless = self.only_replays and call.binding.only_computes and not (acts or self.debug or table.hooks)
         indices = self.program.indices
         ranges = None if indices is None or indices.may_fault else indices.ranges
-        self._indices = LimitedIndices(self.slots, ranges) if is_harmless and ranges else None
+        self._indices = LimitedIndices(self.slots, inputs, self.padded, ranges) if is_harmless and ranges else None
         is_harmless = is_harmless and ranges is not None and (self._indices is None or self._indices.are_complete)
         self.calls_to_compare_first = 1 if is_harmless else -1
         self._in_vain = 0  # the calls that were compared first after the latest launch in vain

@@ -29,6 +29,7 @@ from simplegraph.program.program import Program
 from simplegraph.program.session import CaptureSession
 
 logger = logging.getLogger("simplegraph")
+_ALL_OBSERVED = 8  # up to so many sizes are all observed, which takes some milliseconds of each
 _HELD_ATTENTION = (
     "capturing {} failed\n  {}: the graph would hold the attention.\n"
     "  Mark it with @simplegraph.eager_break or simplegraph.break_at, or tag its operator cudagraph_unsafe."
@@ -182,11 +183,19 @@ class GraphCapture:
                 break  # the job's capture reports the error, and other jobs may succeed
 
     def _capture_each(self, session: CaptureSession) -> None:
-        """Capture all jobs. Observe the largest and the smallest, and the others if these two read different memory."""
+        """Capture all jobs. Of many, observe the largest and the smallest, and the others if these two differ.
+
+        Graphs that were not observed are compared before each launch.
+        """
         jobs, table = self.jobs, self.table
         # A warmup shows the memory that the first job reads, except by hooks: warmups run none.
         first = len(jobs) - 1 if self.runs and not table.hooks else 0
-        observed = {jobs[first].label, jobs[-1].label} | {job.label for job in jobs if job.follows is not None}
+        extremes = {first, len(jobs) - 1}
+        observed = {
+            job.label
+            for at, job in enumerate(jobs)
+            if at in extremes or job.follows is not None or len(jobs) <= _ALL_OBSERVED
+        }
         with capture_bar(len(jobs), table.device, show=table.config.progress and self._ranks.rank == 0) as bar:
             self._capture_or_fail(session, jobs, observed, bar)
             distrusted = any(probe.distrusts for probe in self.probes)

@@ -23,7 +23,6 @@ from simplegraph.program.breaks.marks import breaking_operators, recording_break
 from simplegraph.program.escapes import PythonState
 from simplegraph.program.host_arguments import HostArguments
 from simplegraph.program.host_modes import HostCapture, HostWarmup
-from simplegraph.program.index_ranges import IndexRanges
 from simplegraph.program.observe import MemoryObserver, observed_tensors
 from simplegraph.program.probes import Probe, RecordedRun, Run, around
 from simplegraph.program.steady_reads import KnownTensors, SteadyReads
@@ -110,16 +109,13 @@ class Observation(Probe):
         observers: the observers of runs and recordings, in order.
         reads: CPU tensors from before the runs whose values are constants in the graphs, by their place in memory.
         versions: versions of the tensors from which warmups read values for recordings.
-        indices: what the observed recordings take as indices, by the keys of their graphs.
-        distrusts: True if two sizes read different memory or take other indices, or if one did what a capture must not
-            do.
+        distrusts: True if two sizes read different memory, or if one did something that a capture must not do.
     """
 
     table: ProgramTable
     observers: list[MemoryObserver] = dataclasses.field(default_factory=list)
     reads: dict[tuple[Any, ...], Tensor] = dataclasses.field(default_factory=dict)
     versions: list[WatchedVersion] = dataclasses.field(default_factory=list)
-    indices: dict[Key, IndexRanges] = dataclasses.field(default_factory=dict)
     _host: HostCapture | None = None  # of the recording under way
     _answered: bool = False  # a recording took a value from a warmup
 
@@ -165,25 +161,21 @@ class Observation(Probe):
                 self.observers.append(observer)
                 self.distrusts = True
         host.check_refused()
-        if run.observed:
-            self.observers.append(observer)
-            self.indices[job.key] = observer.indices
+        self.observers += [observer] if run.observed else []
         written = observer.written | observer.launched
         note_graph_writes(tensor for key, tensor in observer.external.items() if key in written)
         recorded = [observer for observer in self.observers if observer.captures]
         # A warmup shows what the first size reads if its recording was not observed.
         seen = recorded if len(recorded) > 1 else [*self.observers[:1], *recorded]
         self.distrusts = any(
-            observer.host_error
-            or observer.external.keys() != seen[0].external.keys()
-            or observer.indices.ranges != seen[0].indices.ranges
-            for observer in seen
+            observer.host_error or observer.external.keys() != seen[0].external.keys() for observer in seen
         )
 
     def after_recording(self, recorded: RecordedRun) -> None:
         """Let the program own the constants that it reads."""
         if self._host is not None:
             recorded.program.constants = list(self._host.served.values())
+            recorded.program.indices = self.observers[-1].indices if recorded.run.observed else None
             self.reads |= self._host.reads
             if self._host.steady is not None:
                 self.versions += self._host.steady.used

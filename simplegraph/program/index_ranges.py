@@ -7,7 +7,7 @@ an argument that is limited to its range before the launch, the graph can be lau
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,26 +16,40 @@ from simplegraph.base.operators import INDICES, OperatorFacts, indices_of, strid
 from simplegraph.base.tensors import storage_key
 
 _LOOKUPS = frozenset({"embedding", "index_select", "gather", "index"})  # these fault by their indices alone
-_COPYING = frozenset({"clone", "_to_copy", "to", "contiguous", "reshape", "flatten", "repeat"})
-_CONSTANT = 0  # in place of a storage key
+_COPYING = frozenset({"clone", "_to_copy", "to", "contiguous", "reshape", "flatten"})
+
+
+class IndexOrigin(NamedTuple):
+    """Memory from before a run, all of whose elements are indices.
+
+    Attributes:
+        memory: its storage key; 0 for constants.
+        elements: their number; dtype: their dtype.
+    """
+
+    memory: int
+    elements: int
+    dtype: torch.dtype
+
+
+_CONSTANT = IndexOrigin(0, 0, torch.int64)
 
 
 class IndexRanges:
-    """Follows integers through a recording, and notes in which range they must be where they are indices.
+    """Follows integers through a run, and notes in which range they must be where they are indices.
 
     Args:
         made: storage keys of the memory that the run made; it grows.
 
     Attributes:
-        ranges: storage key -> (lowest, highest) valid value, of memory from before the run whose values are indices.
+        ranges: for each argument all of whose elements are indices, the (lowest, highest) valid one.
         may_fault: True if an operator may fail on a GPU because of a value even if all these are in range.
     """
 
     def __init__(self, made: Collection[int]) -> None:
         self._made = made
-        # For memory that the run made: the memory from before the run of which its values are copies, or `_CONSTANT`.
-        self._origins: dict[int, int] = {}
-        self.ranges: dict[int, tuple[int, int]] = {}
+        self._origins: dict[int, IndexOrigin] = {}  # of memory that the run made
+        self.ranges: dict[IndexOrigin, tuple[int, int]] = {}
         self.may_fault = False
 
     def note_fault(self, facts: OperatorFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -52,7 +66,7 @@ class IndexRanges:
             origin = self._origin(values)
             if origin is None or size == 0:
                 return False
-            if origin != _CONSTANT:
+            if origin is not _CONSTANT:
                 low, high = self.ranges.get(origin, (first, size - 1))
                 self.ranges[origin] = max(low, first), min(high, size - 1)
         return True
@@ -68,24 +82,41 @@ class IndexRanges:
                 continue
             self._origins.pop(key, None)  # of freed memory
             if tensor.dtype in INDICES:
-                origin = self._common_origin(facts, given, tensors, tensor.itemsize)
+                origin = self._common_origin(facts, given, tensors, tensor)
                 if origin is not None:
                     self._origins[key] = origin
 
     def _common_origin(
-        self, facts: OperatorFacts, given: Sequence[Any], tensors: Sequence[Tensor], itemsize: int
-    ) -> int | None:
+        self, facts: OperatorFacts, given: Sequence[Any], tensors: Sequence[Tensor], made: Tensor
+    ) -> IndexOrigin | None:
+        """Return the origin of all values of a tensor that an operator made; None if there is not one."""
         if any(issubclass(type(leaf), Tensor) and leaf.layout is not torch.strided for leaf in given):
             return None
         origins = set(map(self._origin, tensors))
         if origins <= {_CONSTANT}:
             return _CONSTANT
-        if facts.name in _COPYING and len(tensors) == 1 and itemsize >= tensors[0].itemsize:
-            return origins.pop()
-        return None
+        if facts.name not in _COPYING or len(tensors) != 1 or made.itemsize < tensors[0].itemsize:
+            return None
+        (origin,) = origins
+        return origin if origin is not None and _count_elements(made) == origin.elements else None
 
-    def _origin(self, tensor: Tensor) -> int | None:
+    def _origin(self, tensor: Tensor) -> IndexOrigin | None:
+        """Return the memory of which a tensor has every element, or `_CONSTANT`; None if it has others or fewer."""
         if tensor.dtype not in INDICES:
             return None
-        key = storage_key(tensor)
-        return self._origins.get(key) if key in self._made else key
+        key, count = storage_key(tensor), _count_elements(tensor)
+        if key not in self._made:
+            return IndexOrigin(key, count, tensor.dtype) if count else None
+        origin = self._origins.get(key)
+        return origin if origin is _CONSTANT or (origin is not None and origin.elements == count) else None
+
+
+def _count_elements(tensor: Tensor) -> int:
+    """Count the elements that a tensor has in contiguous memory, repeated ones once; 0 if it has gaps."""
+    count = 1 if tensor.numel() else 0
+    for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
+        if size > 1 and stride:
+            if stride != count:
+                return 0
+            count *= size
+    return count

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import collections
+import functools
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,31 +21,40 @@ _use_count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count"
 class LentOutputs:
     """The outputs of one graph in graph memory, which callers are handed as aliases.
 
-    Every owner of this memory but those that are known here is a caller's tensor: an alias, or a view of one.
+    Every owner of this memory but those that are known here is a caller's: an alias, a view of one, or a storage.
 
     Args:
         outputs: the leaves of the graph's result.
     """
 
     def __init__(self, outputs: Sequence[Any]) -> None:
-        self._tensors = {id(leaf) for leaf in outputs if issubclass(type(leaf), Tensor)}
-        tensors = {id(leaf): leaf for leaf in outputs if id(leaf) in self._tensors}.values()
-        self._storages = {storage_key(leaf): leaf.untyped_storage() for leaf in tensors}
-        self._owners = collections.Counter([*self._storages, *map(storage_key, tensors)])
+        tensors = {id(leaf): leaf for leaf in outputs if issubclass(type(leaf), Tensor)}
+        self._tensor_ids = tensors.keys()
+        storages = {storage_key(leaf): leaf.untyped_storage() for leaf in tensors.values()}
+        self._storages = list(storages.values())  # if a caller asks for a storage in Python, it is the same object
+        self._owners = collections.Counter([*storages, *map(storage_key, tensors.values())])
 
     def add_owner(self, owner: Any, views: Sequence[Any]) -> None:
         """Note that an object of this library keeps views of the outputs, or the outputs themselves, while it lives."""
-        tensors = {id(view): view for view in views if issubclass(type(view), Tensor) and id(view) not in self._tensors}
-        keys = [key for key in map(storage_key, tensors.values()) if key in self._storages]
+        others = (view for view in views if issubclass(type(view), Tensor) and id(view) not in self._tensor_ids)
+        tensors = {id(view): view for view in others}
+        keys = [key for key in map(storage_key, tensors.values()) if key in self._owners]
         self._owners.update(keys)
         weakref.finalize(owner, self._owners.subtract, keys).atexit = False
 
     def are_held(self) -> bool:
         """True if a caller holds one of them, or if this is not known."""
-        if _use_count is None or not self._storages:
+        if _use_count is None or not self._storages or max(map(sys.getrefcount, self._storages)) > _references_alone():
             return True
-        return any(_use_count(key) > self._owners[key] for key in self._storages)
+        return any(_use_count(key) > count for key, count in self._owners.items())
 
     def drop(self) -> None:
         """Release the memory: the graph is dropped, and who holds its outputs is not known any more."""
-        self._storages = {}
+        self._storages = []
+
+
+@functools.cache
+def _references_alone() -> int:
+    """Count the references to a storage that nothing but a list holds, which depend on torch and Python."""
+    tensor = torch.zeros(1, device="cpu")
+    return max(map(sys.getrefcount, [tensor.untyped_storage()]))

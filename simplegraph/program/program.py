@@ -68,7 +68,7 @@ class Program:
         constants: device copies of tensors that the forward made from Python data; the graph reads them.
         breaks: the steps that run eagerly; segments: the steps that are graphs.
         replay: runs the steps on the current stream; the results are in `outputs`.
-        indices: the values that the graphs take as indices; None if they are not known.
+        indices: the values that the graphs take as indices; None if the recording was not observed.
         check_first: called before the first replay; refuses the replay by raising. None once it has returned.
     """
 

@@ -89,7 +89,7 @@ class CallCapture(Probe):
         summary = capture.inspect(summary)
         if jobs and jobs[0].arguments is not None:  # all jobs share one `HostArguments`
             self._runs.learn_hosts(self._call, jobs[0].arguments)
-        self._note_recorded()
+        self._note_made()
         changed = (self._repeated.names or []) if len(summary.failed) < len(jobs) else []
         try:
             why = self._why_refused(kept, changed)
@@ -211,17 +211,10 @@ class CallCapture(Probe):
         if trace is not None:
             binding.note_trace(other, trace)
 
-    def _note_recorded(self) -> None:
-        """Note the indices of the graphs, and the outputs whose memory observed runs made: they must be cloned.
-
-        Sizes that were not observed take the indices that all others take.
-        """
-        graphs, indices = self._manager.table.graphs, self._observation.indices
-        programs, others = [], next(iter(indices.values()), None)
-        for job in self._jobs:
-            if job.key in graphs:
-                programs.append(graphs[job.key].program)
-                programs[-1].indices = indices.get(job.key, others)
+    def _note_made(self) -> None:
+        """Note the outputs whose memory observed runs made: they must be cloned."""
+        graphs = self._manager.table.graphs
+        programs = [graphs[job.key].program for job in self._jobs if job.key in graphs]
         outputs = (
             (at, leaf)
             for program in programs

@@ -612,9 +612,8 @@ MUTANTS = [
     Mutant(
         "a further size that a call captures is taken to read what others do",
         "manager/capture.py",
-        "        observed = {jobs[first].label, jobs[-1].label} | {",
-        "        observed = {jobs[first].label, jobs[-1].label} if not (self.lazy and table.graphs) else set()\n"
-        "        observed |= {",
+        "if at in extremes or job.follows is not None or len(jobs) <= _ALL_OBSERVED",
+        "if job.follows is not None or not (self.lazy and table.graphs)",
         LAZY,
     ),
     Mutant(
@@ -1760,10 +1759,17 @@ MUTANTS = [
         FIRST,
     ),
     Mutant(
+        "a caller who holds a static output's storage holds nothing",
+        "program/lent_outputs.py",
+        "max(map(sys.getrefcount, self._storages)) > _references_alone()",
+        "False",
+        FIRST,
+    ),
+    Mutant(
         "static outputs of a dropped graph are overwritten in vain",
         "program/lent_outputs.py",
-        "if _use_count is None or not self._storages:",
-        "if _use_count is None:",
+        "if _use_count is None or not self._storages or max(map(sys.getrefcount, self._storages)) > _references_alone():",
+        "if self._storages and max(map(sys.getrefcount, self._storages)) > _references_alone():",
         FIRST,
     ),
     Mutant(
@@ -1783,15 +1789,15 @@ MUTANTS = [
     Mutant(
         "a graph that computes an index is launched in vain",
         "program/index_ranges.py",
-        "return self._origins.get(key) if key in self._made else key",
-        "return self._origins.get(key, 0) if key in self._made else key",
+        "origin = self._origins.get(key)\n",
+        "origin = self._origins.get(key, _CONSTANT)\n",
         FIRST,
     ),
     Mutant(
         "an index that is computed of an argument counts as one",
         "program/index_ranges.py",
-        "if facts.name in _COPYING and len(tensors)",
-        "if len(tensors)",
+        "if facts.name not in _COPYING or len(tensors) != 1",
+        "if len(tensors) != 1",
         FIRST,
     ),
     Mutant(
@@ -1816,10 +1822,31 @@ MUTANTS = [
         FIRST,
     ),
     Mutant(
-        "sizes that take other indices are not all observed",
-        "manager/observation.py",
-        "            or observer.indices.ranges != seen[0].indices.ranges\n",
+        "a graph whose recording was not observed is launched in vain",
+        "call/plan.py",
+        "None if indices is None or indices.may_fault else indices.ranges",
+        "{} if indices is None else None if indices.may_fault else indices.ranges",
+        FIRST,
+    ),
+    Mutant(
+        "a part of an argument counts as all of it",
+        "program/index_ranges.py",
+        "origin is _CONSTANT or (origin is not None and origin.elements == count)",
+        "origin is not None",
+        FIRST,
+    ),
+    Mutant(
+        "elements with gaps count as all of them",
+        "program/index_ranges.py",
+        "            if stride != count:\n                return 0\n",
         "",
+        FIRST,
+    ),
+    Mutant(
+        "an argument viewed as another dtype counts as one of indices",
+        "program/index_ranges.py",
+        "IndexOrigin(key, count, tensor.dtype)",
+        "IndexOrigin(key, count, torch.int64)",
         FIRST,
     ),
     Mutant(
