@@ -65,6 +65,8 @@ def test_a_change_is_noticed_and_so_is_its_end(device: torch.device, name: str) 
 @pytest.mark.parametrize("name", READ)
 def test_an_answer_shows_each_change(device: torch.device, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the test above would pass without any guard."""
+    if device.type == "cuda" and "table" in name:
+        pytest.skip("without guards its indices end the process's use of the GPU")
     monkeypatch.setattr(CapturedState, "moved", lambda state: False)
     values = PlainValues({})
     monkeypatch.setattr(PlainState, "_values", lambda state, module: values)
