@@ -10,7 +10,7 @@ from docs.tools import optimized
 from docs.tools.grids import grid
 from docs.tools.raw import load
 
-FILE = "h200_latency"
+FILE, EARLIER = "h200_latency", "h200_latency_6e56cc7"
 MODELS = {"ten layers": "ten linear layers"} | optimized.MODELS
 MODELS |= {"llama 24": "Llama, 24 layers", "decoder 2": "a decoder of 2 layers", "8b step": "a decode step of 8 B"}
 ARMS = {
@@ -27,10 +27,15 @@ ARMS = {
 _README = ("eager", "simplegraph", "make-graphed-callables")
 
 
-def rows() -> dict[str, dict[str, Any]]:
+def rows(file: str | None = None) -> dict[str, dict[str, Any]]:
     """Return the figures of every model that was measured, by its name in tables. Raises FileNotFoundError."""
-    found = load(FILE)["rows"]
+    found = load(file or FILE)["rows"]
     return {text: found[key] for key, text in MODELS.items() if key in found}
+
+
+def all_runs() -> list[tuple[str, dict[str, Any]]]:
+    """List the figures of every model in every run, the earlier one too, whose host had a faster Python."""
+    return [pair for file in (FILE, EARLIER) for pair in rows(file).items()]
 
 
 def readme_rows() -> dict[str, dict[str, str]]:

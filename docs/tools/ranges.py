@@ -9,7 +9,7 @@ from typing import Any
 from bench.latency.arms import CALLABLES
 from bench.latency.rows import ROW, WAITED
 from docs.tools import latency
-from docs.tools.optimized import MODELS
+from docs.tools.optimized import MODELS, compilers
 from docs.tools.raw import extra, load, startup
 from docs.tools.wording import NUMBERS, between, bullets, wrapped
 
@@ -42,7 +42,7 @@ def faster(model: str) -> str:
     if model in _KEYS:
         (early,) = extra(f"h200x4_models/models_{_KEYS[model]}")["models"].values()
         times.append(early["eager"]["ms"] / early["simplegraph"]["ms"])
-    single = (row["arms"] for text, row in latency.rows().items() if text == MODELS[model])
+    single = (row["arms"] for text, row in latency.all_runs() if text == MODELS[model])
     times += [arms["eager"][ROW] / arms["simplegraph"][ROW] for arms in single]
     return between(times, ".1f")
 
@@ -51,7 +51,7 @@ def slow_host() -> str:
     """Say how much longer Python took on the README's host than on the fastest of all runs, by model."""
     now, others = load("headline/models")["rows"], [load(file)["rows"] for file in _RUNS]
     eager = {row: [run[row]["arms"]["eager"]["ms"] for run in others if row in run] for row in now}
-    for text, row in latency.rows().items():
+    for text, row in latency.all_runs():
         for model in (model for model, name in MODELS.items() if name == text):
             eager[f"{model} 1"].append(row["arms"]["eager"][ROW] / 1e3)  # us
     ratios = [now[row]["arms"]["eager"]["ms"] / min(found) for row, found in eager.items() if row.endswith(" 1")]
@@ -79,7 +79,7 @@ def _memory() -> str:
 
 def _single_calls(figure: str) -> list[float]:
     """Return how many times longer eager takes, by the file of single calls."""
-    rows = (row["arms"] for text, row in latency.rows().items() if text in MODELS.values())
+    rows = (row["arms"] for text, row in latency.all_runs() if text in MODELS.values())
     return [arms["eager"][figure] / arms["simplegraph"][figure] for arms in rows]
 
 
@@ -102,7 +102,7 @@ def headline() -> str:
     }
     beside = startup("h200_startup")
     steps = beside["compiled-piecewise (warm)"]["step_ms"]["1"] / beside["simplegraph"]["step_ms"]["1"]
-    models, timed = NUMBERS[len(MODELS)], NUMBERS[len(waited)]
+    models, timed = NUMBERS[len(MODELS)], NUMBERS[len(set(latency.rows()).intersection(MODELS.values()))]
     starts = {arm: between(_ready(arm), ".1f") for arm in ("simplegraph", "simplegraph-lazy")}
     one, eight, single = (between(times, ".1f") for times in (alone[1], alone[8], waited))
     calls = (
@@ -111,7 +111,7 @@ def headline() -> str:
         f"next call are {single} times faster ({timed} models, batch 1).**",
     )
     again = {
-        arm: [row["arms"][arm]["ready_seconds"] for row in load("h200_compilers")["rows"].values()]
+        arm: [row["arms"][arm]["ready_seconds"] for row in compilers().values()]
         for arm in ("compiled-warm", "optimized")
     }
     warm, optimized = (between(found, ".1f") for found in again.values())
