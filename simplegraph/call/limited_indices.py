@@ -1,4 +1,4 @@
-"""Indices of a call, limited to their valid range while it is not known if the graph serves the call at all."""
+"""Indices of a call, limited to their valid range until it is known that the graph serves the call."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ Tensors = list[Tensor]
 class LimitedIndices:
     """The arguments that a graph takes as indices.
 
-    A graph that is launched in vain may look up other tables than eager. So its indices are limited to its own tables;
-    those of a call that it serves are then looked up in a table of the same length, so that a wrong one fails as in
-    eager.
+    A call that is meant for another graph may have indices beyond this graph's tables. They are limited before a launch
+    that comes before the comparison. If the graph does serve the call, `check` looks up the indices as they were in a
+    table of the same length, so that one that is out of range fails as in eager.
 
     Args:
         slots: the arguments.
@@ -28,7 +28,7 @@ class LimitedIndices:
 
     Attributes:
         limits: (place among the copies, lowest, highest, a table of this length) of each argument that is an index.
-        are_complete: True if these are all indices.
+        are_complete: True if every index of the graph is an argument in `limits`: each has memory of its own.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class LimitedIndices:
         return [sources[at] for at in self._others], [targets[at] for at in self._others]
 
     def check(self, sources: Tensors) -> None:
-        """Fail as eager does, on a GPU later and for good, if an index is out of range."""
+        """Fail as eager does if an index is out of range: on a GPU by an assertion, which a later call reports."""
         for at, low, _, table in self.limits:
             if low < 0:
                 table[sources[at]]

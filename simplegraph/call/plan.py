@@ -125,8 +125,8 @@ class Plan:
         self._prepare_outputs(call, self.program.outputs, self.program.spec)
         if self.padding and self.program.breaks:
             call.binding.cut_breaks(self.program, self.padded)
-        # A launch in vain must change nothing but static inputs and graph memory that nobody holds, and run to its end
-        # whatever values it gets, since the call may be meant for another graph. Indices can be limited to their range.
+        # A launch before the comparison may be for a call that is meant for another graph. So it may write nothing but
+        # static inputs and graph memory that no caller holds, and no value may make a kernel fault.
         acts = self.program.breaks or self.guarded or self.waits or call.carried.places
         is_harmless = self.only_replays and call.binding.only_computes and not (acts or self.debug or table.hooks)
         indices = self.program.indices
@@ -167,7 +167,7 @@ class Plan:
                 if (copies is not NOTHING or self.padding) and self._current_stream() == self.pool.stream:
                     self.load(copies)  # while the host looks
                     copies = LOADED
-                # The memory that the graph reads must be there, if only as memory that torch's allocator keeps.
+                # The graph's addresses must still be valid: memory of tensors, or kept by torch's allocator.
                 read, releases = None, self.device.cache_releases() if reading.shows_releases else None
                 is_there = releases is not None and releases == reading.cache_releases
                 if not is_there:
@@ -184,7 +184,7 @@ class Plan:
                 self.inputs.forget_padding()
                 if not isinstance(error, Exception):
                     raise
-                is_same = False  # raised again where it belongs: the call may be meant for another graph
+                is_same = False  # if this graph does serve the call, the second attempt raises it again
         if is_same:
             return result
         if self.graph.replays_until_proof != replays:
@@ -193,7 +193,7 @@ class Plan:
         return COMPARE_FIRST
 
     def _may_launch_first(self, copies: Copies) -> bool:
-        """True if a launch in vain overwrites nothing that eager could read, as far as the call itself shows."""
+        """True if a launch in vain would overwrite nothing that eager may read, and nothing forbids one."""
         if self.program.draws or self.pool.shared or EARLY_LAUNCH_BLOCKERS:
             return False
         if self.inputs.handed_out and (copies is not NOTHING or self.padding):

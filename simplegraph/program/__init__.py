@@ -11,6 +11,6 @@ host_arguments  the CPU tensors that a forward is passed, and how a run uses eac
 steady_reads    values that a forward reads back from memory that no run writes
 index_checks    checks the indices of operators on the host before the operators run
 index_ranges    the arguments that are indices, and the valid range of their values
-lent_outputs    static outputs, and if a caller still holds one
+lent_outputs    tells if a caller still holds the static outputs of a graph
 breaks          eager breaks: marks, runs in eager calls, and steps of a Program
 """

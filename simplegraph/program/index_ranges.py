@@ -48,16 +48,17 @@ class IndexRanges:
 
     def __init__(self, made: Collection[int]) -> None:
         self._made = made
-        self._origins: dict[int, IndexOrigin] = {}  # of memory that the run made
+        # Of memory that the run made, with the dtype of its own elements.
+        self._origins: dict[int, tuple[IndexOrigin, torch.dtype]] = {}
         self.ranges: dict[IndexOrigin, tuple[int, int]] = {}
         self.may_fault = False
 
     def note_fault(self, facts: OperatorFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note the indices of an operator that may fault."""
-        self.may_fault = self.may_fault or not self._limits(facts, args, kwargs)
+        self.may_fault = self.may_fault or not self._note_indices(facts, args, kwargs)
 
-    def _limits(self, facts: OperatorFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """True if the operator cannot fault once its indices, which this notes, are in range."""
+    def _note_indices(self, facts: OperatorFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Note an operator's indices; False if it may fault even if all of them are in range."""
         if facts.name not in _LOOKUPS:
             return False
         if facts.name == "index" and any(index is not None and index.dtype not in INDICES for index in args[1]):
@@ -72,7 +73,7 @@ class IndexRanges:
         return True
 
     def note(self, facts: OperatorFacts, given: Sequence[Any], made: Iterable[Tensor]) -> None:
-        """Note where the integers come from that an operator makes of these arguments."""
+        """Note the origin of each tensor of integers that an operator makes of these arguments."""
         tensors = strided_tensors(given)
         keys = set(map(storage_key, tensors))
         for key in keys if facts.written else ():
@@ -84,13 +85,15 @@ class IndexRanges:
             if tensor.dtype in INDICES:
                 origin = self._common_origin(facts, given, tensors, tensor)
                 if origin is not None:
-                    self._origins[key] = origin
+                    self._origins[key] = origin, tensor.dtype
 
     def _common_origin(
         self, facts: OperatorFacts, given: Sequence[Any], tensors: Sequence[Tensor], made: Tensor
     ) -> IndexOrigin | None:
         """Return the origin of all values of a tensor that an operator made; None if there is not one."""
-        if any(issubclass(type(leaf), Tensor) and leaf.layout is not torch.strided for leaf in given):
+        if facts.is_uninitialised or any(
+            issubclass(type(leaf), Tensor) and leaf.layout is not torch.strided for leaf in given
+        ):
             return None
         origins = set(map(self._origin, tensors))
         if origins <= {_CONSTANT}:
@@ -107,8 +110,10 @@ class IndexRanges:
         key, count = storage_key(tensor), _count_elements(tensor)
         if key not in self._made:
             return IndexOrigin(key, count, tensor.dtype) if count else None
-        origin = self._origins.get(key)
-        return origin if origin is _CONSTANT or (origin is not None and origin.elements == count) else None
+        origin, dtype = self._origins.get(key, (None, None))
+        if origin is None or origin is _CONSTANT:
+            return origin
+        return origin if origin.elements == count and dtype is tensor.dtype else None
 
 
 def _count_elements(tensor: Tensor) -> int:

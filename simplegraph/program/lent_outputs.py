@@ -1,4 +1,4 @@
-"""Static outputs, and if a caller still holds one."""
+"""Tells if a caller still holds the static outputs of a graph."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _use_count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count"
 class LentOutputs:
     """The outputs of one graph in graph memory, which callers are handed as aliases.
 
-    Every owner of this memory but those that are known here is a caller's: an alias, a view of one, or a storage.
+    The owners of this memory are counted: any beyond those in `_owners` is a caller's, an alias or a view of one.
 
     Args:
         outputs: the leaves of the graph's result.
@@ -29,7 +29,7 @@ class LentOutputs:
 
     def __init__(self, outputs: Sequence[Any]) -> None:
         tensors = {id(leaf): leaf for leaf in outputs if issubclass(type(leaf), Tensor)}
-        self._tensor_ids = tensors.keys()
+        self._tensor_ids = frozenset(tensors)
         storages = {storage_key(leaf): leaf.untyped_storage() for leaf in tensors.values()}
         self._storages = list(storages.values())  # if a caller asks for a storage in Python, it is the same object
         self._owners = collections.Counter([*storages, *map(storage_key, tensors.values())])

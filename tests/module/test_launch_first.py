@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 
 import pytest
 import torch
 from torch import nn
 
 import simplegraph as sg
+from simplegraph.base.operators import facts_of
+from simplegraph.base.tensors import storage_key
 from simplegraph.guard.reading import Reading
+from simplegraph.program.index_ranges import IndexRanges
 from tests.module.answers import close
 
 pytestmark = pytest.mark.usefixtures("no_grad")
@@ -393,6 +398,16 @@ def test_static_outputs_of_other_sizes_are_not_overwritten_in_vain(device):
         close(held, kept)
 
 
+def test_static_outputs_of_a_dropped_graph_are_released(device):
+    model = warm(Scaled(), device, outputs="static", verify=0)
+    programs = [graph.program for graph in model.graph_manager.table.graphs.values()]
+    outputs = [weakref.ref(output) for program in programs for output in program.outputs]
+    model.reset_graphs()
+    gc.collect()
+    assert programs
+    assert [output() for output in outputs] == [None] * len(outputs)
+
+
 def test_eager_results_in_static_outputs_are_not_overwritten_in_vain(device):
     """As those of a proof, which is the latest call."""
     model = sg.wrap(Recurrent().to(device).eval(), capture_sizes=[2, ROWS], outputs="static", progress=False, verify=4)
@@ -559,6 +574,14 @@ def test_what_is_passed_its_indices_is_launched_first(device, kind):
         close(model(at), model.forward(at))
 
 
+def test_indices_of_32_bits_are_launched_first(device):
+    model = warm(Table(LOOK_UPS["index"]), device, lambda device: places(device).int())
+    model.scale += 1
+    at = places(device).int()
+    close(model(at), model.forward(at))
+    assert in_vain(model) == 1
+
+
 @pytest.mark.parametrize("kind", LOOK_UPS)
 @pytest.mark.parametrize("change", ["grown", "unused"])
 def test_an_index_of_another_table_does_not_stop_a_launch_in_vain(device, kind, change):
@@ -650,9 +673,9 @@ class Drawing(Table):
         return x + self.table[torch.randint(0, 16, (ROWS,), device=x.device)] * self.scale
 
 
-class Uninitialised(Table):
+class Filled(Table):
     def forward(self, x):
-        at = torch.empty(ROWS, dtype=torch.int64, device=x.device)
+        at = torch.zeros(ROWS, dtype=torch.int64, device=x.device)
         at.copy_(x[:, 0].abs())
         return x + self.table[at.clamp(0, 15)] * self.scale
 
@@ -671,7 +694,7 @@ def test_an_operator_whose_indices_are_not_known_is_compared_first(device):
     assert in_vain(model) == 0
 
 
-@pytest.mark.parametrize("kind", [Buffered, Drawing, Uninitialised])
+@pytest.mark.parametrize("kind", [Buffered, Drawing, Filled])
 def test_other_indices_are_compared_first(device, kind):
     module = Buffered() if kind is Buffered else kind(LOOK_UPS["index"])
     model = warm(module, device)
@@ -910,6 +933,24 @@ class Branching(Counted):
     def forward(self, x, at):
         y = torch.relu(self.layer(x)) * self.scale
         return self.rare(self, y, at) if len(x) == 3 else y
+
+
+def test_uninitialised_integers_and_parts_of_other_widths_are_no_known_indices():
+    x, made = torch.arange(ROWS), set()
+    blank, copy = torch.empty(ROWS, dtype=torch.int64), x.clone()
+    made |= {storage_key(blank), storage_key(copy)}
+    indices = IndexRanges(made)
+    indices.note(facts_of(torch.ops.aten.empty.memory_format), ((ROWS,),), [blank])
+    indices.note(facts_of(torch.ops.aten.clone.default), (x,), [copy])
+    for index, is_known in (
+        (blank, False),
+        (copy, True),
+        (copy.view(torch.int32)[:ROWS], False),
+        (x.as_strided((2, 2), (1, 1)), False),
+    ):
+        indices.may_fault = False
+        indices.note_fault(facts_of(torch.ops.aten.embedding.default), (torch.ones(8, WIDTH), index), {})
+        assert indices.may_fault is not is_known
 
 
 RARE = {

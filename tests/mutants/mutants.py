@@ -1789,8 +1789,8 @@ MUTANTS = [
     Mutant(
         "a graph that computes an index is launched in vain",
         "program/index_ranges.py",
-        "origin = self._origins.get(key)\n",
-        "origin = self._origins.get(key, _CONSTANT)\n",
+        "origin, dtype = self._origins.get(key, (None, None))\n",
+        "origin, dtype = self._origins.get(key, (_CONSTANT, None))\n",
         FIRST,
     ),
     Mutant(
@@ -1829,10 +1829,31 @@ MUTANTS = [
         FIRST,
     ),
     Mutant(
+        "uninitialised memory counts as a constant index",
+        "program/index_ranges.py",
+        "if facts.is_uninitialised or any(",
+        "if any(",
+        FIRST,
+    ),
+    Mutant(
+        "elements of another width count as those of an argument",
+        "program/index_ranges.py",
+        "origin.elements == count and dtype is tensor.dtype",
+        "origin.elements == count",
+        FIRST,
+    ),
+    Mutant(
+        "a dropped graph's static outputs are kept",
+        "program/lent_outputs.py",
+        "self._tensor_ids = frozenset(tensors)",
+        "self._tensor_ids = tensors.keys()",
+        FIRST,
+    ),
+    Mutant(
         "a part of an argument counts as all of it",
         "program/index_ranges.py",
-        "origin is _CONSTANT or (origin is not None and origin.elements == count)",
-        "origin is not None",
+        "origin.elements == count and dtype is tensor.dtype",
+        "dtype is tensor.dtype",
         FIRST,
     ),
     Mutant(
