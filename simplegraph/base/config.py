@@ -108,8 +108,9 @@ class CudaGraphConfig:
         padding: False serves only batches whose exact size was captured.
         exact_shapes: True captures each combination of input shapes, whatever `capture_sizes`; nothing is padded.
         outputs: ``"clone"`` returns new tensors from every call; ``"static"`` returns graph memory, valid until the
-            next replay of any graph in the same pool, even after its own graph is dropped. With both, inputs that
-            the forward returns are returned as the caller's own tensors.
+            next replay of any graph in the same pool, even after its own graph is dropped; a call that is waited for
+            is faster if the caller has let go of the output before. With both, inputs that the forward returns are
+            returned as the caller's own tensors.
         capture: ``"lazy"`` captures a size at its second call, after the first one warmed it up; ``"upfront"`` captures
             only in `capture_graphs`, so that a later call never pays for a capture.
         num_warmups: eager runs before a capture. That many calls of a size run eagerly, then it is captured.
