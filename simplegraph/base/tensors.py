@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,10 +17,11 @@ from simplegraph.base.operators import wrapper_class
 
 _PLAIN = frozenset({Tensor, nn.Parameter})
 _tensor_of = operator.attrgetter("tensor")
-# Private to torch. Without them, memory never counts as released by others.
-_storage_uses: Any = getattr(torch._C, "_storage_Use_Count", lambda _: 0)
+# Private to torch: the owners of a storage, by its key, and of a tensor. Without them, memory never counts as released
+# by others, and only a gradient whose buffer the user holds looks shared.
+storage_uses: Callable[[int], int] = getattr(torch._C, "_storage_Use_Count", lambda _: 0)
 _tensor_uses: Any = getattr(Tensor, "_use_count", lambda _: 0)
-_TELLS = hasattr(torch._C, "_storage_Use_Count") and hasattr(Tensor, "_use_count")
+TELLS_OWNERS = hasattr(torch._C, "_storage_Use_Count") and hasattr(Tensor, "_use_count")
 
 
 def storage_key(tensor: Tensor) -> int:
@@ -62,7 +63,7 @@ class OwnedTensor:
 
     def __init__(self, tensor: Tensor, *, counts: bool = True) -> None:
         self.tensor = tensor
-        self._tells = counts and _TELLS
+        self._tells = counts and TELLS_OWNERS
         self._storage = tensor.untyped_storage()  # owned, since torch counts this object, too, while it lives
         self._was_shared = False
 
@@ -81,7 +82,7 @@ class OwnedTensor:
     def uses(self) -> tuple[int, int, int]:
         """Count the references to the Python object, the tensor and the memory."""
         references = next(map(sys.getrefcount, map(_tensor_of, (self,))))  # counted as `held_by_nobody` does
-        return references, _tensor_uses(self.tensor), _storage_uses(self._storage._cdata)
+        return references, _tensor_uses(self.tensor), storage_uses(self._storage._cdata)
 
 
 @functools.cache

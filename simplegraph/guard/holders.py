@@ -149,7 +149,7 @@ class SearchRoot(NamedTuple):
 
 @dataclasses.dataclass
 class _Way:
-    """How a search reached an object.
+    """The way in which a search reached an object.
 
     Attributes:
         name: its dotted name.

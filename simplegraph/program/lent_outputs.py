@@ -6,16 +6,13 @@ import collections
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from simplegraph.base.tensors import storage_key
-
-# Private to torch: the number of tensors and other objects that own a storage. Without it, outputs count as held.
-_use_count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
+from simplegraph.base.tensors import TELLS_OWNERS, storage_key, storage_uses
 
 
 class LentOutputs:
@@ -44,9 +41,9 @@ class LentOutputs:
 
     def are_held(self) -> bool:
         """True if a caller holds one of them, or if this is not known."""
-        if _use_count is None or not self._storages or max(map(sys.getrefcount, self._storages)) > _references_alone():
+        if not TELLS_OWNERS or not self._storages or max(map(sys.getrefcount, self._storages)) > _references_alone():
             return True
-        return any(_use_count(key) > count for key, count in self._owners.items())
+        return any(storage_uses(key) > count for key, count in self._owners.items())
 
     def drop(self) -> None:
         """Release the memory: the graph is dropped, and who holds its outputs is not known any more."""

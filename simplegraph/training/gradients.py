@@ -19,13 +19,11 @@ from torch.nn.parallel import DistributedDataParallel
 from simplegraph.base.errors import CaptureError
 from simplegraph.base.modes import outside_modes
 from simplegraph.base.reasons import CannotBind, Reason
-from simplegraph.base.tensors import has_address, lies_at, storage_key
+from simplegraph.base.tensors import has_address, lies_at, storage_key, storage_uses
 from simplegraph.device.protocol import GraphDevice
 
 _grad = operator.attrgetter("grad")
 _requires_grad = operator.attrgetter("requires_grad")
-# Private to torch; where it is absent, only a gradient whose buffer the user holds looks shared.
-_use_count: Callable[[int], int] = getattr(torch._C, "_storage_Use_Count", lambda _: 0)
 KEPT = True  # stands for a gradient that a step does not touch
 _SHARED = (
     "the gradient of a parameter of shape {} is held elsewhere, too, and is another one at every call, so a graph can "
@@ -222,7 +220,7 @@ class Gradients:
         sharing = sum(other is not None and has_address(other) and storage_key(other) == key for other in self.entry)
         base = gradient._base
         expected = sharing + 1 + (base is not None)  # with the storage as we read it, and what the views are of
-        in_storage = _use_count(gradient.untyped_storage()._cdata) > expected
+        in_storage = storage_uses(gradient.untyped_storage()._cdata) > expected
         return in_storage or self._counts[index] > _HELD_ONCE or (base is not None and sys.getrefcount(base) > 2)
 
     def enter(self, used: Iterable[int]) -> None:

@@ -398,6 +398,12 @@ def test_static_outputs_of_other_sizes_are_not_overwritten_in_vain(device):
         close(held, kept)
 
 
+def test_static_outputs_are_compared_first_with_a_torch_that_counts_no_owners(device, monkeypatch):
+    monkeypatch.setattr("simplegraph.program.lent_outputs.TELLS_OWNERS", False)
+    model = warm(Scaled(), device, outputs="static", verify=0)
+    assert changed(model) == 0
+
+
 def test_static_outputs_of_a_dropped_graph_are_released(device):
     model = warm(Scaled(), device, outputs="static", verify=0)
     programs = [graph.program for graph in model.graph_manager.table.graphs.values()]

@@ -292,9 +292,9 @@ def test_counts_that_tell_nothing_release_nothing(device: torch.device) -> None:
 
 def test_without_counts_of_torch_nothing_is_released(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another release may not have them: then Python's references alone would say too much."""
-    for name in ("_storage_uses", "_tensor_uses"):
+    for name in ("storage_uses", "_tensor_uses"):
         monkeypatch.setattr(tensors, name, lambda _: 0)
-    monkeypatch.setattr(tensors, "_TELLS", False)
+    monkeypatch.setattr(tensors, "TELLS_OWNERS", False)
     tensors._uses_alone.cache_clear()
     tensor, other = torch.randn(2, WIDTH, device=device)
     held, change = in_view(tensor[:])

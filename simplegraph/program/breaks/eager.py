@@ -22,6 +22,7 @@ from simplegraph.base.tensors import (
     lies_at,
     parts,
     storage_key,
+    storage_uses,
     wait_collectives,
     wants_grad,
 )
@@ -182,10 +183,7 @@ def _changed(passed: Any, leaves: Sequence[Any], nesting: TreeSpec) -> bool:
 
 def _owners(tensor: Tensor) -> int:
     """Count the references to a tensor, and the tensors that share its memory if torch tells."""
-    return sys.getrefcount(tensor) + (0 if is_wrapper(tensor) else _use_count(storage_key(tensor)))
-
-
-_use_count: Callable[[int], int] = getattr(torch._C, "_storage_Use_Count", lambda _: 0)
+    return sys.getrefcount(tensor) + (0 if is_wrapper(tensor) else storage_uses(storage_key(tensor)))
 
 
 def _geometry(leaf: Any) -> Any:
