@@ -7,7 +7,7 @@ signature            the leaves of the arguments, their names and batch dimensio
 inputs               static inputs, which graphs read
 plan                 binds arguments, replays, and returns the outputs; refuses single calls
 outputs              how outputs follow the batch size
-limited_indices      indices of a call, limited to their range until it is known that the graph serves the call
+safe_indices         indices of a call that cannot fail, until it is known that the graph serves the call
 shared_outputs       outputs that share memory with each other or with inputs
 entries              entries that a forward sets in mappings that it is passed, such as TensorDicts: further outputs
 external_memory      the memory that a forward reads and writes beside its arguments, and changes of its arguments

@@ -203,7 +203,7 @@ class CallLayout:
         training: the mode of the module.
         plans: by batch size, or (batch size, description of the batch): a `Plan` that replays such calls, or a
             `Refusal` if they run eagerly.
-        launches_first: True if the plan of the latest replay may launch its graph before the next call is compared.
+        launches_early: True if the plan of the latest replay may launch its graph before the next call is checked.
         autocast: the autocast dtype in force.
         state: the module's Python state (`state_key`).
         settings: settings of torch (`TorchSettings`).
@@ -221,7 +221,7 @@ class CallLayout:
     binding: Binding
     training: bool = False
     plans: dict[Any, Any] = dataclasses.field(default_factory=dict)
-    launches_first: bool = dataclasses.field(default=False, init=False)
+    launches_early: bool = dataclasses.field(default=False, init=False)
 
     def __post_init__(self) -> None:
         self.autocast, self.state, self.settings, self.modes, _, self.values = self.binding.signature.context

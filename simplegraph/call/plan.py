@@ -28,7 +28,7 @@ from simplegraph.call.inputs import (
     overlaps_itself,
     slot,
 )
-from simplegraph.call.limited_indices import LimitedIndices
+from simplegraph.call.safe_indices import SafeIndices
 from simplegraph.call.shared_outputs import SharedOutputs
 from simplegraph.device.protocol import EARLY_LAUNCH_BLOCKERS
 from simplegraph.guard.comparison import Comparison
@@ -42,10 +42,10 @@ from simplegraph.program.program import Program
 Copies = tuple[list[Tensor], list[Tensor]]
 NOTHING: Copies = ([], [])
 LOADED: Copies = ([], [])  # in place of copies that were made already
-COMPARE_FIRST = object()  # in place of a result: the call must be compared before a launch
+CHECK_FIRST = object()  # in place of a result: the call must be checked before a launch
 _copy_all = torch._foreach_copy_
 _MAX_STRIDES = 64  # the most strides that are remembered for a layout with gaps, whose sizes may vary
-_MAX_COMPARED_FIRST = 4096  # calls after a launch in vain
+_MAX_CHECKED_FIRST = 4096  # calls after a discarded launch
 _ALIGNMENT = 64  # bytes: the alignment of all allocators, and more than any kernel requires
 
 
@@ -67,11 +67,11 @@ class Plan:
         addresses: addresses of the static inputs, by name.
         guarded: True if `refusal` must be asked for each call: some calls with such arguments must run eagerly.
         debug: True to check addresses before each replay.
-        calls_to_compare_first: the number of calls that are compared before their launch. If it is 0, the graph is
-            launched first, and the host compares while the GPU works; if it is negative, this is never done.
+        calls_to_check_first: the number of calls that are checked before their launch. If it is 0, the launch is early:
+            the host checks while the GPU works; if it is negative, no launch ever is.
         waits: True if a call returns only after its inputs are copied, so that the caller may overwrite them.
         differentiable: True if results of calls under grad mode have a gradient.
-        only_replays: True if a call does nothing but one replay, so that a launch in vain can be undone.
+        only_replays: True if a call does nothing but one replay, so that an early launch can be discarded.
     """
 
     differentiable = False
@@ -125,18 +125,20 @@ class Plan:
         self._prepare_outputs(call, self.program.outputs, self.program.spec)
         if self.padding and self.program.breaks:
             call.binding.cut_breaks(self.program, self.padded)
-        # A launch before the comparison may be for a call that is meant for another graph. So it may write nothing but
-        # static inputs and graph memory that no caller holds, and no value may make a kernel fault.
+        # An early launch may be for a call that is meant for another graph. So it may write nothing but static inputs
+        # and graph memory that no caller holds, and no value may make a kernel fault.
         acts = self.program.breaks or self.guarded or self.waits or call.carried.places
-        is_harmless = self.only_replays and call.binding.only_computes and not (acts or self.debug or table.hooks)
+        only_computes = self.only_replays and call.binding.only_computes and not (acts or self.debug or table.hooks)
         indices = self.program.indices
-        ranges = None if indices is None or indices.may_fault else indices.ranges
-        self._indices = LimitedIndices(self.slots, inputs, self.padded, ranges) if is_harmless and ranges else None
-        is_harmless = is_harmless and ranges is not None and (self._indices is None or self._indices.are_complete)
-        self.calls_to_compare_first = 1 if is_harmless else -1
-        self._in_vain = 0  # the calls that were compared first after the latest launch in vain
+        can_discard = False
+        self._indices: SafeIndices | None = None
+        if only_computes and indices is not None and not indices.may_fault:
+            safe = SafeIndices(self.slots, inputs, self.padded, indices, call.module)
+            can_discard, self._indices = safe.are_known, safe if safe.are_known and safe.are_any else None
+        self.calls_to_check_first = 1 if can_discard else -1
+        self._checked_first = 0  # the calls that were checked first after the latest attempt without a result
 
-    def launch_first(
+    def launch_early(
         self,
         leaves: Sequence[Any],
         copies: Copies,
@@ -145,22 +147,22 @@ class Plan:
         comparison: Comparison,
         settings: TorchSettings,
     ) -> Any:
-        """Launch the graph, and compare the call while the GPU works. Call it with the pool's lock held.
+        """Launch the graph, and check the call while the GPU works. Call it with the pool's lock held.
 
         Args:
             leaves: the call's.
             copies: what `bind` returned for them.
             attributes: the module's own.
-            reading: compares what the graph reads of the module.
-            comparison: compares the plain values that the call must find.
+            reading: checks what the graph reads of the module.
+            comparison: checks the plain values that the call must find.
             settings: those of torch that the call must have.
 
         Returns:
-            The outputs; `COMPARE_FIRST` if there was no launch, or one in vain, which changed nothing that anybody
-            sees. Then the next 1 calls are compared before their launch, later 2, 4, 8 and so on.
+            The outputs; `CHECK_FIRST` if there was no launch, or a discarded one, which changed nothing that anybody
+            sees. Then the next 1 calls are checked before their launch, later 2, 4, 8 and so on.
         """
         replays, is_same, (sources, targets) = self.graph.replays_until_proof, False, copies
-        if self._may_launch_first(copies):
+        if self._may_launch_early(copies):
             try:
                 if self._indices is not None:
                     copies = self._indices.load(sources, targets)
@@ -188,18 +190,24 @@ class Plan:
         if is_same:
             return result
         if self.graph.replays_until_proof != replays:
-            self.table.take_back(self.graph, self.padding)
-        self._in_vain = self.calls_to_compare_first = min(2 * self._in_vain or 1, _MAX_COMPARED_FIRST)
-        return COMPARE_FIRST
+            self.table.discard_launch(self.graph, self.padding)
+        self._checked_first = self.calls_to_check_first = min(2 * self._checked_first or 1, _MAX_CHECKED_FIRST)
+        return CHECK_FIRST
 
-    def _may_launch_first(self, copies: Copies) -> bool:
-        """True if a launch in vain would overwrite nothing that eager may read, and nothing forbids one."""
+    def note_checked(self) -> None:
+        """Note that a call was checked before its launch, and that it was launched."""
+        self.calls_to_check_first -= 1
+        if self._indices is not None:
+            self._indices.note_checked()
+
+    def _may_launch_early(self, copies: Copies) -> bool:
+        """True if a discarded launch would overwrite nothing that eager may read, and nothing forbids one."""
         if self.program.draws or self.pool.shared or EARLY_LAUNCH_BLOCKERS:
             return False
         if self.inputs.handed_out and (copies is not NOTHING or self.padding):
             return False
         if self._indices is not None and not (
-            self._indices.are_all_copied(copies[0]) and self._current_stream() == self.pool.stream
+            self._indices.can_load(copies[0]) and self._current_stream() == self.pool.stream
         ):
             return False
         lent = self.table.lent

@@ -147,10 +147,10 @@ class Refusal:
 
     Attributes:
         served: calls that it refused.
-        calls_to_compare_first: see `Plan`.
+        calls_to_check_first: see `Plan`.
     """
 
-    calls_to_compare_first = -1
+    calls_to_check_first = -1
 
     def __init__(self, call: Call, why: CannotBind, reader: CallReader) -> None:
         self.served = 0

@@ -90,8 +90,8 @@ class Inventory:
 CAPTURE_LOCK = threading.RLock()
 
 
-# While it holds anything, every call is compared before its graph is launched: naps, since memory may be gone, and who
-# watches replays, since a launch in vain is none.
+# While it holds anything, no launch is early, before its call is checked: naps, since memory may be gone, and who
+# watches replays, since a discarded launch is none.
 EARLY_LAUNCH_BLOCKERS: set[Any] = set()
 
 

@@ -367,8 +367,9 @@ class Reading:
     def tensors(self, attributes: dict[str, Any]) -> Sequence[Any] | None:
         """Read the module, and compare its tensors: where they are, and their layouts.
 
-        If this returns a value, a graph may be launched: every address that it reads is still valid. The registries are
-        read here as in `_read`, which would be one more call at every replay.
+        If this returns a value, a graph may be launched: every address that it reads is still valid, which takes the
+        layouts, too, since a smaller tensor may have come to lie at the same address. The registries are read here as
+        in `_read`, which would be one more call at every replay.
 
         Returns:
             What `same` needs; None if a tensor was moved, replaced or laid out anew, or cannot be read.

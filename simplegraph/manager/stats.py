@@ -169,7 +169,7 @@ class GraphStats:
         captures: captures that succeeded; failures: captures that failed.
         recaptures: how often all graphs were dropped because memory that they read was moved.
         flushes: how often all graphs were dropped because there were more signatures than `max_signatures`.
-        launched_in_vain: launches of graphs that began before the comparison of a call, which then found a change. They
+        discarded_launches: early launches of graphs whose calls were then found to need another graph, or none. They
             do not count as replays.
         longest_stall: seconds of the longest call that captured a size, including its eager run and the proof.
         lengths: with `length_dims`, calls by (their length, the captured length).
@@ -188,7 +188,7 @@ class GraphStats:
     failures: dict[str, str] = dataclasses.field(default_factory=dict)
     recaptures: int = 0
     flushes: int = 0
-    launched_in_vain: int = 0
+    discarded_launches: int = 0
     longest_stall: float = 0.0
     lengths: collections.Counter[tuple[int, int]] = dataclasses.field(default_factory=collections.Counter)
     _eager_sizes: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)

@@ -206,11 +206,11 @@ class ProgramTable:
             paddings += [0] * (padding - len(paddings)) + [1]
         graph.replays_until_proof -= 1
 
-    def take_back(self, graph: CapturedGraph, padding: int) -> None:
-        """Note that the latest replay was in vain: it does not count."""
+    def discard_launch(self, graph: CapturedGraph, padding: int) -> None:
+        """Note that the latest replay is discarded: it does not count."""
         graph.counters.paddings[padding] -= 1
         graph.replays_until_proof += 1
-        self.stats.launched_in_vain += 1
+        self.stats.discarded_launches += 1
 
     @contextlib.contextmanager
     def _around(self, graph: CapturedGraph, padding: int) -> Any:

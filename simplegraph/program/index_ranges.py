@@ -1,7 +1,7 @@
-"""The arguments that a recorded run takes as indices, and their valid range.
+"""What a recorded run takes as indices: the memory that they come from, and their valid range.
 
-An index that is out of range ends the process's use of the GPU. If every index of a graph is a constant, or a value of
-an argument that is limited to its range before the launch, the graph can be launched whatever its arguments are.
+An index that is out of range ends the process's use of the GPU. If every index of a graph comes from an argument that
+is limited to its range before the launch, or from memory that did not change, the graph can be launched for any call.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from simplegraph.base.tensors import storage_key
 
 _LOOKUPS = frozenset({"embedding", "index_select", "gather", "index"})  # these fault by their indices alone
 _COPYING = frozenset({"clone", "_to_copy", "to", "contiguous", "reshape", "flatten"})
+_MAX_SOURCES = 16  # the most storages that are remembered for an index
 
 
 class IndexOrigin(NamedTuple):
     """Memory from before a run, all of whose elements are indices.
 
     Attributes:
-        memory: its storage key; 0 for constants.
+        memory: its storage key.
         elements: their number; dtype: their dtype.
     """
 
@@ -32,7 +33,9 @@ class IndexOrigin(NamedTuple):
     dtype: torch.dtype
 
 
-_CONSTANT = IndexOrigin(0, 0, torch.int64)
+# Where integers come from: they are all elements of some memory as they are, or computed from nothing but the integers
+# in storages with these keys, of which a constant has none.
+_Origin = IndexOrigin | frozenset[int]
 
 
 class IndexRanges:
@@ -42,15 +45,18 @@ class IndexRanges:
         made: storage keys of the memory that the run made; it grows.
 
     Attributes:
-        ranges: for each argument all of whose elements are indices, the (lowest, highest) valid one.
-        may_fault: True if an operator may fail on a GPU because of a value even if all these are in range.
+        ranges: for memory from before the run all of whose elements are indices, the (lowest, highest) valid one.
+        sources: storage keys of memory from before the run from which other indices are computed.
+        may_fault: True if an operator may fail on a GPU because of a value even if all these are in range, and the
+            sources unchanged.
     """
 
     def __init__(self, made: Collection[int]) -> None:
         self._made = made
         # Of memory that the run made, with the dtype of its own elements.
-        self._origins: dict[int, tuple[IndexOrigin, torch.dtype]] = {}
+        self._origins: dict[int, tuple[_Origin, torch.dtype]] = {}
         self.ranges: dict[IndexOrigin, tuple[int, int]] = {}
+        self.sources: set[int] = set()
         self.may_fault = False
 
     def note_fault(self, facts: OperatorFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -58,7 +64,7 @@ class IndexRanges:
         self.may_fault = self.may_fault or not self._note_indices(facts, args, kwargs)
 
     def _note_indices(self, facts: OperatorFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Note an operator's indices; False if it may fault even if all of them are in range."""
+        """Note an operator's indices; False if it may fault even if all of them are in range, or as they were."""
         if facts.name not in _LOOKUPS:
             return False
         if facts.name == "index" and any(index is not None and index.dtype not in INDICES for index in args[1]):
@@ -67,7 +73,9 @@ class IndexRanges:
             origin = self._origin(values)
             if origin is None or size == 0:
                 return False
-            if origin is not _CONSTANT:
+            if isinstance(origin, frozenset):
+                self.sources |= origin
+            else:
                 low, high = self.ranges.get(origin, (first, size - 1))
                 self.ranges[origin] = max(low, first), min(high, size - 1)
         return True
@@ -89,31 +97,35 @@ class IndexRanges:
 
     def _common_origin(
         self, facts: OperatorFacts, given: Sequence[Any], tensors: Sequence[Tensor], made: Tensor
-    ) -> IndexOrigin | None:
-        """Return the origin of all values of a tensor that an operator made; None if there is not one."""
+    ) -> _Origin | None:
+        """Return the origin of the values of a tensor that an operator made; None if it is not known."""
         if facts.is_uninitialised or any(
             issubclass(type(leaf), Tensor) and leaf.layout is not torch.strided for leaf in given
         ):
             return None
-        origins = set(map(self._origin, tensors))
-        if origins <= {_CONSTANT}:
-            return _CONSTANT
-        if facts.name not in _COPYING or len(tensors) != 1 or made.itemsize < tensors[0].itemsize:
-            return None
-        (origin,) = origins
-        return origin if origin is not None and _count_elements(made) == origin.elements else None
+        origins = list(map(self._origin, tensors))
+        if facts.name in _COPYING and len(tensors) == 1 and made.itemsize >= tensors[0].itemsize:
+            (origin,) = origins
+            if isinstance(origin, IndexOrigin) and _count_elements(made) == origin.elements:
+                return origin
+        sources: set[int] = set()
+        for origin in origins:
+            if origin is None:
+                return None
+            sources |= {origin.memory} if isinstance(origin, IndexOrigin) else origin
+        return frozenset(sources) if len(sources) <= _MAX_SOURCES else None
 
-    def _origin(self, tensor: Tensor) -> IndexOrigin | None:
-        """Return the memory of which a tensor has every element, or `_CONSTANT`; None if it has others or fewer."""
+    def _origin(self, tensor: Tensor) -> _Origin | None:
+        """Return where the integers in a tensor come from; None if this is not known."""
         if tensor.dtype not in INDICES:
             return None
         key, count = storage_key(tensor), _count_elements(tensor)
         if key not in self._made:
-            return IndexOrigin(key, count, tensor.dtype) if count else None
+            return IndexOrigin(key, count, tensor.dtype) if count else frozenset({key})
         origin, dtype = self._origins.get(key, (None, None))
-        if origin is None or origin is _CONSTANT:
-            return origin
-        return origin if origin.elements == count and dtype is tensor.dtype else None
+        if isinstance(origin, IndexOrigin) and (origin.elements != count or dtype is not tensor.dtype):
+            return frozenset({origin.memory})
+        return origin
 
 
 def _count_elements(tensor: Tensor) -> int:

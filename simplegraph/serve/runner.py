@@ -28,7 +28,7 @@ from simplegraph.batch.dispatch import Dispatch
 from simplegraph.call.call import Call, Graphed, invoke
 from simplegraph.call.entries import WithEntries, put_entries, written_mappings
 from simplegraph.call.layouts import CallTable
-from simplegraph.call.plan import COMPARE_FIRST
+from simplegraph.call.plan import CHECK_FIRST
 from simplegraph.call.remembered_refusals import Refusal
 from simplegraph.call.signature import Signature, device_of, differences
 from simplegraph.device.protocol import GraphPool
@@ -312,7 +312,7 @@ class GraphRunner:
             return self.run_eagerly(module, args, kwargs, context.bypass)
         calls, layouts = self._calls, self._calls.layouts
         comparison = values = plan = layout = None
-        deferred: Any = None  # a comparison that is made only after the launch
+        late: Any = None  # a comparison that checks the call only after an early launch
         if calls.refusals.unchecked is not None and not self.carried.places:
             batch, is_described = (None, False) if context is None else (context.batch, True)
             refused = calls.refusals.refuse_unchecked(module, args, kwargs, batch, described=is_described)
@@ -326,14 +326,14 @@ class GraphRunner:
                 plain.calls += 1
                 # Another thread may clear the comparisons.
                 comparison = None if plain.must_look else next(iter(plain.comparisons), None)
-                if comparison is not None and comparison.key is not None and layouts[0].launches_first:
-                    values, deferred = comparison.key, comparison
+                if comparison is not None and comparison.key is not None and layouts[0].launches_early:
+                    values, late = comparison.key, comparison
                 elif comparison is not None and comparison.key is not None and comparison.holds(vars(module)):
                     values = comparison.key
                 else:
                     values, comparison = plain(module), None
             # "continue": this layout cannot serve the call. After the last one, the call goes the slow way.
-            # "break": the call is compared before the launch after all.
+            # "break": the call is checked before the launch after all.
             for layout in layouts:
                 # 1. The signature: nesting and batch size find the plan, which compares the rest as it binds.
                 leaves: Any = args if layout.positional == len(args) and not kwargs else layout.leaves(args, kwargs)
@@ -346,10 +346,10 @@ class GraphRunner:
                 # 2. What is around the call: autocast, settings, modes, hooks on all modules and Python state.
                 if plan is None or module.training is not layout.training:
                     continue
-                if deferred is not None and plan.calls_to_compare_first:
-                    if not deferred.holds(vars(module)):
+                if late is not None and plan.calls_to_check_first:
+                    if not late.holds(vars(module)):
                         values, comparison = plain(module), None
-                    deferred = None
+                    late = None
                 autocast = autocast_dtype(layout.device_type) if ANY_AUTOCAST() else None
                 if autocast is not layout.autocast:
                     continue
@@ -361,7 +361,7 @@ class GraphRunner:
                     anomaly_enabled() or saved_hooks(False) is not None or not saved_hooks_allowed()
                 ):
                     continue
-                if deferred is None and not layout.settings.hold():
+                if late is None and not layout.settings.hold():
                     continue
                 if (num_function_modes() or layout.modes) and function_modes() != layout.modes:
                     continue
@@ -380,9 +380,9 @@ class GraphRunner:
                     reading, attributes = plan.state.reading, vars(module)
                     if reading is None or not plan.graph.replays_until_proof or plan.is_capturing():
                         continue
-                    if deferred is not None:
-                        result = plan.launch_first(leaves, copies, attributes, reading, deferred, layout.settings)
-                        if result is COMPARE_FIRST:
+                    if late is not None:
+                        result = plan.launch_early(leaves, copies, attributes, reading, late, layout.settings)
+                        if result is CHECK_FIRST:
                             break
                     elif not reading.same(attributes, comparison):
                         continue  # the slow way finds what changed, and if it counts
@@ -392,15 +392,16 @@ class GraphRunner:
                         finally:
                             if plan.program.breaks:
                                 calls.plain.claim(module)
-                        plan.calls_to_compare_first -= plan.calls_to_compare_first > 0
-                        layout.launches_first = not plan.calls_to_compare_first
+                        if plan.calls_to_check_first > 0:
+                            plan.note_checked()
+                        layout.launches_early = not plan.calls_to_check_first
                     if layout is not layouts[0]:
                         calls.put_first(layout)
                     if type(result) is not WithEntries:
                         return result
                     return put_entries(result, written_mappings(args, kwargs))
             else:  # no layout could serve the call
-                values = None if deferred is not None else values  # what was not compared must be read again
+                values = None if late is not None else values  # what was not checked must be read again
                 mappings = written_mappings(args, kwargs)  # list them now: the run may put other mappings into them
                 result = self._call_slowly(module, args, kwargs, context)
                 return put_entries(result, mappings) if mappings else result

@@ -33,7 +33,7 @@ AUDIT = ("tests/audit/test_faults.py",)
 DRAFTS = ("tests/spec_decode/test_acceptance.py",)
 SLEEPING = ("tests/sleeping/test_sleep.py",)
 SCRAPES = ("tests/integrations/test_prometheus.py",)
-FIRST = ("tests/module/test_launch_first.py",)
+FIRST = ("tests/module/test_early_launch.py",)
 DEFAULTS = ("tests/module/test_defaults.py",)
 ANSWERS = ("tests/module/test_padding.py", "tests/module/test_replay.py", "tests/module/test_outputs.py")
 
@@ -248,7 +248,7 @@ MUTANTS = [
     Mutant(
         "settings of torch are not compared before a replay",
         "serve/runner.py",
-        "                if deferred is None and not layout.settings.hold():\n                    continue\n",
+        "                if late is None and not layout.settings.hold():\n                    continue\n",
         "",
         ("tests/module/test_torch_state.py", "tests/module/test_settings_of_the_recording.py"),
     ),
@@ -1710,14 +1710,14 @@ MUTANTS = [
         FIRST,
     ),
     Mutant(
-        "memory that wrappers share is overwritten in vain",
+        "memory that wrappers share is overwritten by a discarded launch",
         "call/plan.py",
         "if self.program.draws or self.pool.shared or EARLY_LAUNCH_BLOCKERS:",
         "if self.program.draws or EARLY_LAUNCH_BLOCKERS:",
         FIRST,
     ),
     Mutant(
-        "memory that sleeps is written in vain",
+        "memory that sleeps is written by a discarded launch",
         "call/plan.py",
         "if self.program.draws or self.pool.shared or EARLY_LAUNCH_BLOCKERS:",
         "if self.program.draws or self.pool.shared:",
@@ -1731,28 +1731,28 @@ MUTANTS = [
         FIRST,
     ),
     Mutant(
-        "static inputs that callers hold are overwritten in vain",
+        "static inputs that callers hold are overwritten by a discarded launch",
         "call/plan.py",
         "if self.inputs.handed_out and (copies is not NOTHING or self.padding):",
         "if False:",
         FIRST,
     ),
     Mutant(
-        "padding rows of static inputs that callers hold are overwritten in vain",
+        "padding rows of static inputs that callers hold are overwritten by a discarded launch",
         "call/plan.py",
         "if self.inputs.handed_out and (copies is not NOTHING or self.padding):",
         "if self.inputs.handed_out and copies is not NOTHING:",
         FIRST,
     ),
     Mutant(
-        "static outputs that callers hold are overwritten in vain",
+        "static outputs that callers hold are overwritten by a discarded launch",
         "call/plan.py",
         "return lent is None or not lent.are_held()",
         "return True",
         FIRST,
     ),
     Mutant(
-        "static outputs that callers hold after a proof are overwritten in vain",
+        "static outputs that callers hold after a proof are overwritten by a discarded launch",
         "call/plan.py",
         "        self.table.lent = self.program.lent\n        leaves, _",
         "        leaves, _",
@@ -1766,7 +1766,7 @@ MUTANTS = [
         FIRST,
     ),
     Mutant(
-        "static outputs of a dropped graph are overwritten in vain",
+        "static outputs of a dropped graph are overwritten by a discarded launch",
         "program/lent_outputs.py",
         "or not self._storages or max(map(",
         "or max(map(",
@@ -1780,24 +1780,24 @@ MUTANTS = [
         FIRST,
     ),
     Mutant(
-        "what a launch in vain raises reaches the caller",
+        "what a discarded launch raises reaches the caller",
         "call/plan.py",
         "if not isinstance(error, Exception):\n",
         "if not isinstance(error, ZeroDivisionError):\n",
         FIRST,
     ),
     Mutant(
-        "a graph that computes an index is launched in vain",
+        "a graph that computes an index is launched early",
         "program/index_ranges.py",
         "origin, dtype = self._origins.get(key, (None, None))\n",
-        "origin, dtype = self._origins.get(key, (_CONSTANT, None))\n",
+        "origin, dtype = self._origins.get(key, (frozenset(), None))\n",
         FIRST,
     ),
     Mutant(
         "an index that is computed of an argument counts as one",
         "program/index_ranges.py",
-        "if facts.name not in _COPYING or len(tensors) != 1",
-        "if len(tensors) != 1",
+        "if facts.name in _COPYING and len(tensors) == 1",
+        "if len(tensors) == 1",
         FIRST,
     ),
     Mutant(
@@ -1808,24 +1808,52 @@ MUTANTS = [
         FIRST,
     ),
     Mutant(
-        "an index in a buffer counts as an argument",
-        "call/limited_indices.py",
-        "self.are_complete = len(self.limits) == len(ranges)",
-        "self.are_complete = True",
+        "an index that is neither an argument nor in a buffer is taken for safe",
+        "call/safe_indices.py",
+        "self.are_known = num_bytes.keys() == sources",
+        "self.are_known = num_bytes.keys() <= sources",
         FIRST,
     ),
     Mutant(
-        "an operator that takes no known index is launched in vain",
+        "an index that is computed from a buffer counts as a constant",
+        "program/index_ranges.py",
+        "            if isinstance(origin, frozenset):\n                self.sources |= origin\n",
+        "            if isinstance(origin, frozenset):\n                pass\n",
+        FIRST,
+    ),
+    Mutant(
+        "indices in a buffer that was written are taken for what they were",
+        "call/safe_indices.py",
+        "and self._state() == self._as_checked",
+        "and len(self._state()) == len(self._as_checked)",
+        FIRST,
+    ),
+    Mutant(
+        "a buffer of indices that was written once delays every later launch",
+        "call/plan.py",
+        "            self._indices.note_checked()\n",
+        "            pass\n",
+        FIRST,
+    ),
+    Mutant(
+        "large buffers of indices are kept alive",
+        "call/safe_indices.py",
+        " and sum(num_bytes.values()) <= _MAX_BYTES",
+        "",
+        FIRST,
+    ),
+    Mutant(
+        "an operator that takes no known index is launched early",
         "program/index_ranges.py",
         "if facts.name not in _LOOKUPS:\n            return False",
         "if facts.name not in _LOOKUPS:\n            return True",
         FIRST,
     ),
     Mutant(
-        "a graph whose recording was not observed is launched in vain",
+        "a graph whose recording was not observed is launched early",
         "call/plan.py",
-        "None if indices is None or indices.may_fault else indices.ranges",
-        "{} if indices is None else None if indices.may_fault else indices.ranges",
+        "if only_computes and indices is not None and not indices.may_fault:",
+        "can_discard = only_computes and indices is None\n        if only_computes and indices is not None:",
         FIRST,
     ),
     Mutant(
@@ -1838,8 +1866,8 @@ MUTANTS = [
     Mutant(
         "elements of another width count as those of an argument",
         "program/index_ranges.py",
-        "origin.elements == count and dtype is tensor.dtype",
-        "origin.elements == count",
+        "origin.elements != count or dtype is not tensor.dtype",
+        "origin.elements != count",
         FIRST,
     ),
     Mutant(
@@ -1852,8 +1880,8 @@ MUTANTS = [
     Mutant(
         "a part of an argument counts as all of it",
         "program/index_ranges.py",
-        "origin.elements == count and dtype is tensor.dtype",
-        "dtype is tensor.dtype",
+        "origin.elements != count or dtype is not tensor.dtype",
+        "dtype is not tensor.dtype",
         FIRST,
     ),
     Mutant(
@@ -1878,8 +1906,8 @@ MUTANTS = [
         FIRST,
     ),
     Mutant(
-        "an index is not limited before a launch in vain",
-        "call/limited_indices.py",
+        "an index is not limited before an early launch",
+        "call/safe_indices.py",
         "torch.clamp(sources[at], low, high, out=targets[at])",
         "targets[at].copy_(sources[at])",
         FIRST,
@@ -1892,14 +1920,14 @@ MUTANTS = [
         FIRST,
     ),
     Mutant(
-        "a graph that writes to a buffer is launched in vain",
+        "a graph that writes to a buffer is launched early",
         "serve/observed_runs.py",
         "observer.written or ",
         "",
         FIRST,
     ),
     Mutant(
-        "a graph that draws random numbers is launched in vain",
+        "a graph that draws random numbers is launched early",
         "call/plan.py",
         "if self.program.draws or self.pool",
         "if self.pool",
@@ -1948,23 +1976,23 @@ MUTANTS = [
         FIRST,
     ),
     Mutant(
-        "a launch in vain counts as a replay",
+        "a discarded launch counts as a replay",
         "manager/table.py",
         "        graph.counters.paddings[padding] -= 1\n",
         "",
         FIRST,
     ),
     Mutant(
-        "a launch in vain puts a proof off",
+        "a discarded launch puts a proof off",
         "manager/table.py",
         "        graph.replays_until_proof += 1\n",
         "",
         FIRST,
     ),
     Mutant(
-        "launches in vain never end",
+        "discarded launches never end",
         "call/plan.py",
-        "min(2 * self._in_vain or 1, _MAX_COMPARED_FIRST)",
+        "min(2 * self._checked_first or 1, _MAX_CHECKED_FIRST)",
         "1",
         FIRST,
     ),
