@@ -33,13 +33,13 @@ class IndexOrigin(NamedTuple):
     dtype: torch.dtype
 
 
-# Where integers come from: they are all elements of some memory as they are, or computed from nothing but the integers
-# in storages with these keys, of which a constant has none.
+# Where values come from: they are all integers of some memory as they are, or computed from nothing but the values in
+# storages with these keys, of which a constant has none.
 _Origin = IndexOrigin | frozenset[int]
 
 
 class IndexRanges:
-    """Follows integers through a run, and notes in which range they must be where they are indices.
+    """Follows values through a run, and notes in which range they must be where they are indices.
 
     Args:
         made: storage keys of the memory that the run made; it grows.
@@ -54,7 +54,7 @@ class IndexRanges:
     def __init__(self, made: Collection[int]) -> None:
         self._made = made
         # Of memory that the run made, with the dtype of its own elements.
-        self._origins: dict[int, tuple[_Origin, torch.dtype]] = {}
+        self._origins: dict[int, tuple[_Origin | None, torch.dtype | None]] = {}
         self.ranges: dict[IndexOrigin, tuple[int, int]] = {}
         self.sources: set[int] = set()
         self.may_fault = False
@@ -81,49 +81,46 @@ class IndexRanges:
         return True
 
     def note(self, facts: OperatorFacts, given: Sequence[Any], made: Iterable[Tensor]) -> None:
-        """Note the origin of each tensor of integers that an operator makes of these arguments."""
+        """Note the origin of each tensor that an operator makes of these arguments."""
         tensors = strided_tensors(given)
         keys = set(map(storage_key, tensors))
+        has_others = any(issubclass(type(leaf), Tensor) and leaf.layout is not torch.strided for leaf in given)
+        sources = None if has_others or facts.is_uninitialised else self._sources_of(tensors)
         for key in keys if facts.written else ():
-            self._origins.pop(key, None)
+            self._origins[key] = sources, None
         for tensor in made:
-            if (key := storage_key(tensor)) in keys:  # a view
-                continue
-            self._origins.pop(key, None)  # of freed memory
-            if tensor.dtype in INDICES:
-                origin = self._common_origin(facts, given, tensors, tensor)
-                if origin is not None:
-                    self._origins[key] = origin, tensor.dtype
+            key = storage_key(tensor)
+            if key not in keys:  # no view
+                self._origins[key] = self._copied(facts, tensors, tensor) or sources, tensor.dtype
 
-    def _common_origin(
-        self, facts: OperatorFacts, given: Sequence[Any], tensors: Sequence[Tensor], made: Tensor
-    ) -> _Origin | None:
-        """Return the origin of the values of a tensor that an operator made; None if it is not known."""
-        if facts.is_uninitialised or any(
-            issubclass(type(leaf), Tensor) and leaf.layout is not torch.strided for leaf in given
-        ):
+    def _copied(self, facts: OperatorFacts, tensors: Sequence[Tensor], made: Tensor) -> IndexOrigin | None:
+        """Return the memory all of whose integers an operator copied to a tensor; None if there is none."""
+        if facts.name not in _COPYING or len(tensors) != 1 or made.dtype not in INDICES:
             return None
-        origins = list(map(self._origin, tensors))
-        if facts.name in _COPYING and len(tensors) == 1 and made.itemsize >= tensors[0].itemsize:
-            (origin,) = origins
-            if isinstance(origin, IndexOrigin) and _count_elements(made) == origin.elements:
-                return origin
+        origin = self._origin(tensors[0])
+        if not isinstance(origin, IndexOrigin) or made.itemsize < tensors[0].itemsize:
+            return None
+        return origin if _count_elements(made) == origin.elements else None
+
+    def _sources_of(self, tensors: Sequence[Tensor]) -> frozenset[int] | None:
+        """Return the storages from whose values an operator computes; None if they are not known."""
         sources: set[int] = set()
-        for origin in origins:
+        for origin in map(self._origin, tensors):
             if origin is None:
                 return None
             sources |= {origin.memory} if isinstance(origin, IndexOrigin) else origin
         return frozenset(sources) if len(sources) <= _MAX_SOURCES else None
 
     def _origin(self, tensor: Tensor) -> _Origin | None:
-        """Return where the integers in a tensor come from; None if this is not known."""
-        if tensor.dtype not in INDICES:
-            return None
-        key, count = storage_key(tensor), _count_elements(tensor)
+        """Return where the values in a tensor come from; None if this is not known."""
+        key = storage_key(tensor)
         if key not in self._made:
+            count = _count_elements(tensor) if tensor.dtype in INDICES else 0
             return IndexOrigin(key, count, tensor.dtype) if count else frozenset({key})
         origin, dtype = self._origins.get(key, (None, None))
-        if isinstance(origin, IndexOrigin) and (origin.elements != count or dtype is not tensor.dtype):
+        if isinstance(origin, IndexOrigin) and (
+            origin.elements != _count_elements(tensor) or dtype is not tensor.dtype
+        ):
             return frozenset({origin.memory})
         return origin
 

@@ -688,6 +688,20 @@ class Unregistered(Table):
         return x + self.table[self.at.to(x.device)] * self.scale
 
 
+class Bucketed(Table):
+    """Computes its indices from constants, by floats, flags and a write in place, as T5 does."""
+
+    def __init__(self):
+        super().__init__(LOOK_UPS["index"])
+
+    def forward(self, x):
+        distance = torch.arange(ROWS, device=x.device)
+        at = torch.zeros_like(distance)
+        at += (torch.log(distance.float() + 1) * 3).to(torch.int64).clamp(max=7)
+        at = torch.where(distance > 1, at, distance)
+        return x + self.table[at] * self.scale
+
+
 def right(model, device):
     """Compare an answer with eager, and return how many launches of the call were discarded."""
     before, x = discarded(model), inputs(device)
@@ -695,10 +709,13 @@ def right(model, device):
     return discarded(model) - before
 
 
-def test_indices_that_are_computed_from_buffers_are_launched_early(device):
-    model = warm(Positioned(), device)
-    model.scale = 2.0
-    assert right(model, device) == 1
+@pytest.mark.parametrize("kind", [Positioned, Bucketed])
+def test_indices_that_are_computed_from_buffers_or_constants_are_launched_early(device, kind):
+    module = kind().to(device)
+    with torch.inference_mode():  # composite operators are seen as a whole
+        model = warm(module, device)
+        model.scale = 2.0
+        assert right(model, device) == 1
 
 
 @pytest.mark.parametrize("moves", ["written", "replaced", "resized", "another module's"])
@@ -729,6 +746,20 @@ def test_indices_of_buffers_that_moved_do_not_stop_a_launch(device, moves):
     assert right(model, device) == 1
 
 
+def test_indices_of_a_buffer_that_was_written_do_not_stop_a_launch_where_eager_does_not_look_them_up(device):
+    class Skipping(Positioned):
+        looks_up = True
+
+        def forward(self, x):
+            return super().forward(x) if self.looks_up else x * self.scale
+
+    model = warm(Skipping(), device)
+    model.looks_up = False
+    model.at.add_(1 << 40)
+    for _ in range(8):
+        assert right(model, device) == 0
+
+
 def test_buffers_of_indices_that_are_written_between_calls_keep_their_graph(device):
     model = warm(Positioned(), device)
     captures = model.graph_stats.captures
@@ -738,6 +769,11 @@ def test_buffers_of_indices_that_are_written_between_calls_keep_their_graph(devi
             assert right(model, device) == 0
     assert model.graph_stats.captures == captures
     model.scale = 2.0
+    model.at.copy_(torch.arange(ROWS))
+    assert right(model, device) == 0  # it was checked first
+    for _ in range(8):
+        assert right(model, device) == 0
+    model.scale = 3.0
     assert right(model, device) == 1
 
 
@@ -1025,13 +1061,14 @@ class Branching(Counted):
 
 def test_uninitialised_integers_and_parts_of_other_widths_are_no_whole_arguments():
     x, made = torch.arange(ROWS), set()
-    blank, copy = torch.empty(ROWS, dtype=torch.int64), x.clone()
-    made |= {storage_key(blank), storage_key(copy)}
+    blank, copy, unseen = torch.empty(ROWS, dtype=torch.int64), x.clone(), x.clone()
+    made |= {storage_key(blank), storage_key(copy), storage_key(unseen)}
     indices = IndexRanges(made)
     indices.note(facts_of(torch.ops.aten.empty.memory_format), ((ROWS,),), [blank])
     indices.note(facts_of(torch.ops.aten.clone.default), (x,), [copy])
     for index, may_fault, sources in (
         (blank, True, set()),
+        (unseen, True, set()),  # no operator was seen that made it
         (copy, False, set()),
         (copy.view(torch.int32)[:ROWS], False, {storage_key(x)}),
         (x.as_strided((2, 2), (1, 1)), False, {storage_key(x)}),

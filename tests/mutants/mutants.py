@@ -1787,7 +1787,7 @@ MUTANTS = [
         FIRST,
     ),
     Mutant(
-        "a graph that computes an index is launched early",
+        "memory that no known operator made counts as a constant index",
         "program/index_ranges.py",
         "origin, dtype = self._origins.get(key, (None, None))\n",
         "origin, dtype = self._origins.get(key, (frozenset(), None))\n",
@@ -1796,15 +1796,15 @@ MUTANTS = [
     Mutant(
         "an index that is computed of an argument counts as one",
         "program/index_ranges.py",
-        "if facts.name in _COPYING and len(tensors) == 1",
-        "if len(tensors) == 1",
+        "if facts.name not in _COPYING or len(tensors) != 1",
+        "if len(tensors) != 1",
         FIRST,
     ),
     Mutant(
         "an index that is written in place counts as what it was",
         "program/index_ranges.py",
-        "for key in keys if facts.written else ():",
-        "for key in ():",
+        "        for key in keys if facts.written else ():\n            self._origins[key] = sources, None",
+        "        for key in ():\n            self._origins[key] = sources, None",
         FIRST,
     ),
     Mutant(
@@ -1859,15 +1859,15 @@ MUTANTS = [
     Mutant(
         "uninitialised memory counts as a constant index",
         "program/index_ranges.py",
-        "if facts.is_uninitialised or any(",
-        "if any(",
+        "None if has_others or facts.is_uninitialised else",
+        "None if has_others else",
         FIRST,
     ),
     Mutant(
         "elements of another width count as those of an argument",
         "program/index_ranges.py",
-        "origin.elements != count or dtype is not tensor.dtype",
-        "origin.elements != count",
+        "origin.elements != _count_elements(tensor) or dtype is not tensor.dtype",
+        "origin.elements != _count_elements(tensor)",
         FIRST,
     ),
     Mutant(
@@ -1880,7 +1880,7 @@ MUTANTS = [
     Mutant(
         "a part of an argument counts as all of it",
         "program/index_ranges.py",
-        "origin.elements != count or dtype is not tensor.dtype",
+        "origin.elements != _count_elements(tensor) or dtype is not tensor.dtype",
         "dtype is not tensor.dtype",
         FIRST,
     ),
