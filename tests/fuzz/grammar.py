@@ -439,6 +439,11 @@ AND_BACK = {
         "was_looked_up = m.looked_up; m.looked_up = nn.Parameter(torch.randn(900, W, device=device), requires_grad=was_looked_up.requires_grad)",
         "m.looked_up = was_looked_up",
     ),
+    "a place in a longer table": (
+        "was_placed, was_place = m.placed, m.place.clone(); m.placed = nn.Parameter(torch.randn(900, W, device=device), requires_grad=was_placed.requires_grad); m.place.fill_(899)",
+        "m.place.copy_(was_place); m.placed = was_placed",
+    ),
+    "a place written": ("m.place.fill_(3)", "m.place.fill_(1)"),
     "weight data": (
         "was_data = m.first.weight.data; m.first.weight.data = torch.randn_like(was_data)",
         "m.first.weight.data = was_data",
@@ -608,6 +613,7 @@ CHANGES |= {
 # Those that mean nothing to any answer: graphs serve on.
 HARMLESS = frozenset(
     {
+        "a place written",
         "attributes in an equal dict",
         "own attributes in an equal dict",
         "registry in an equal dict",

@@ -58,7 +58,8 @@ class Net(nn.Module):
         self.register_buffer("shift", torch.randn(W))
         self.register_buffer("rows", torch.randn(16, W))
         self.table, self.tables, self.maybe = torch.randn(W).to(DEVICE), [torch.randn(W).to(DEVICE)], None
-        self.looked_up = nn.Parameter(torch.randn(9, W))
+        self.looked_up, self.placed = nn.Parameter(torch.randn(9, W)), nn.Parameter(torch.randn(9, W))
+        self.register_buffer("place", torch.ones(1, dtype=torch.int64))
         self.unlisted = [nn.Linear(W, W).to(DEVICE).requires_grad_(False)]
         self.late, self.more, self.listed, self.bare = {{}}, {{"n": 1}}, [[]], Bare()
         self.scaling = Scaling(torch.ones(W).to(DEVICE))
@@ -70,7 +71,7 @@ h = self.unlisted[0](self.blocks(h).tanh()) * 0.5 + self.tables[0] * 0.1
 h = h if self.maybe is None else h * self.maybe
 for tensor in (*self.late.values(), self.more.get("a"), *self.listed[0], vars(self.bare).get("value")):
     h = h if tensor is None else h + tensor * 0.1
-h = self.scaling(h)
+h = self.scaling(h) + self.placed[self.place] * 0.1
 if isinstance(box, dict) and "at" in box:
     h = h + self.looked_up[box["at"]] * 0.1
 """
