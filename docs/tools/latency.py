@@ -24,7 +24,6 @@ ARMS = {
     "optimized-static": "**`sg.optimize`**, static",
     "compiled": "compiled, reduce-overhead",
 }
-_README = ("eager", "simplegraph", "make-graphed-callables")
 
 
 def rows(file: str | None = None) -> dict[str, dict[str, Any]]:
@@ -36,19 +35,6 @@ def rows(file: str | None = None) -> dict[str, dict[str, Any]]:
 def all_runs() -> list[tuple[str, dict[str, Any]]]:
     """List the figures of every model in every run, the earlier one too, whose host had a faster Python."""
     return [pair for file in (FILE, EARLIER) for pair in rows(file).items()]
-
-
-def readme_rows() -> dict[str, dict[str, str]]:
-    """Return the ms of waited calls by arm and model, for README's table; none if there is no such file."""
-    try:
-        found = rows()
-    except FileNotFoundError:
-        return {}
-    return {ARMS[arm]: {text: _ms(row["arms"].get(arm, {})) for text, row in found.items()} for arm in _README}
-
-
-def _ms(figures: dict[str, Any]) -> str:
-    return f"{figures[WAITED] / 1e3:.2f}" if WAITED in figures else ""
 
 
 def waited() -> str:

@@ -80,7 +80,7 @@ QUANTITIES: dict[str, tuple[str, ...]] = {
     "two batches, H100": ("h100x2_two_batch",),
 }
 # Paragraphs and tables that give a range over every committed run, old ones included.
-RANGES = {"readme", "readme-headline", "losses"}
+RANGES = {"readme", "readme-headline", "readme-losses", "losses"}
 
 
 def quantity(file: str) -> str:

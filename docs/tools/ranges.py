@@ -11,10 +11,11 @@ from bench.latency.rows import ROW, WAITED
 from docs.tools import latency
 from docs.tools.optimized import MODELS, compilers
 from docs.tools.raw import extra, load, startup
-from docs.tools.wording import NUMBERS, between, bullets, wrapped
+from docs.tools.wording import NUMBERS, between, bullets
 
 # Runs of the models beside eager, and beside a compiler that starts from an empty cache.
 _RUNS = ("headline/models", "h200_models_410cdb8", "h200_optimized")
+_SINGLE = "a-call-that-is-waited-for"  # heading of docs/figures.md
 EARLY = ("torchvision_resnet18", "transformers_bert", "diffusers_unet", "diffusers_dit")
 _KEYS = {"resnet18": EARLY[0], "bert": EARLY[1], "unet": EARLY[2], "dit": EARLY[3]}
 # Starts of the 8 B shape with 51 sizes on one H200, with proofs; and those beside a compiler.
@@ -55,14 +56,14 @@ def slow_host() -> str:
         for model in (model for model, name in MODELS.items() if name == text):
             eager[f"{model} 1"].append(row["arms"]["eager"][ROW] / 1e3)  # us
     ratios = [now[row]["arms"]["eager"]["ms"] / min(found) for row, found in eager.items() if row.endswith(" 1")]
-    return f"eager took {between(ratios, '.1f')} times as long as in its fastest run"
+    return f"eager took {between(ratios, '.1f')} times as long as in its fastest run elsewhere"
 
 
 def bert() -> str:
     """Say why BERT gains the most: its kernels are a small part of eager's time."""
     arms = load("headline/models")["rows"]["bert 1"]["arms"]
     kernels = sum(us for _, _, us in arms["graph"]["kernels"]) / 1e3
-    return f"BERT gains the most, since its kernels need {kernels:.2f} of eager's {arms['eager']['ms']:.2f} ms"
+    return f"BERT gains most: its kernels need {kernels:.2f} of eager's {arms['eager']['ms']:.2f} ms"
 
 
 def _memory() -> str:
@@ -72,8 +73,8 @@ def _memory() -> str:
     one = between((float(re.findall(r"([\d.]+) MiB", report)[0]) for report in reports), ".0f")
     kept = startup()["simplegraph"]["primed"]["device_bytes"] / 2**20
     return (
-        f"GPU memory of graphs: {one} MiB for batch 1 of {NUMBERS[len(MODELS)]} models (`headline/models.json`), "
-        f"{kept:.0f} for the Llama's 51 sizes (`headline/startup.json`)."
+        f"Graphs take GPU memory: {one} MiB for batch 1 of these models and {kept:.0f} for the Llama's 51 sizes, by "
+        "what was free before and after."
     )
 
 
@@ -103,33 +104,30 @@ def headline() -> str:
     beside = startup("h200_startup")
     steps = beside["compiled-piecewise (warm)"]["step_ms"]["1"] / beside["simplegraph"]["step_ms"]["1"]
     models, timed = NUMBERS[len(MODELS)], NUMBERS[len(set(latency.rows()).intersection(MODELS.values()))]
-    starts = {arm: between(_ready(arm), ".1f") for arm in ("simplegraph", "simplegraph-lazy")}
+    starts = between(_ready("simplegraph"), ".1f")
     one, eight, single = (between(times, ".1f") for times in (alone[1], alone[8], waited))
     calls = (
-        f"**In all committed runs on an H200, {models} models, from ResNet-18 to DiT-XL/2, run {one} times faster than",
-        f"eager at batch 1 and {eight} times at batch 8, back to back. Calls whose answer is waited for before the",
-        f"next call are {single} times faster ({timed} models, batch 1).**",
+        f"**In all committed runs on an H200, these {models} models run {one} times faster than eager at batch 1,",
+        f"and {eight} times at batch 8, back to back.** Calls that are [waited for](docs/figures.md#{_SINGLE})",
+        f"one by one are {single} times faster ({timed} models, batch 1).",
     )
+    host = f"The table's host is slow: {slow_host()}. {bert()}."
     again = {
         arm: [row["arms"][arm]["ready_seconds"] for row in compilers().values()]
         for arm in ("compiled-warm", "optimized")
     }
     warm, optimized = (between(found, ".1f") for found in again.values())
     soon = (
-        f"The first four calls, the fourth a replay, take {ours} s together; with `torch.compile`, {cold} s from an",
-        f"empty cache. {NUMBERS[len(again['optimized'])].title()} of the models took {warm} s from a warm one, and",
-        f"{optimized} s with [`sg.optimize`](docs/optimize.md) in the same run.",
+        f"Four calls, of which the fourth is a replay, take {ours} s; with `torch.compile`, {cold} s from an empty",
+        f"cache. From a warm cache it took {warm} s for {NUMBERS[len(again['optimized'])]} of the models, and",
+        f"[`sg.optimize`](docs/optimize.md) {optimized} s in the same run.",
     )
     llama = (
-        f"For an 8 B Llama, `capture_graphs` captures 51 batch sizes in {starts['simplegraph']} s. With",
-        f"`torch.compile` this takes {compiled['cold']} s with a cold cache and {compiled['warm']} s with a warm one;",
-        f"the compiled step takes {steps:.2f} times as long as ours.",
+        f"For an 8 B Llama, `capture_graphs` captures 51 batch sizes in {starts} s. With `torch.compile` this takes",
+        f"{compiled['cold']} s with a cold cache and {compiled['warm']} s with a warm one; the compiled step takes",
+        f"{steps:.2f} times as long as ours.",
     )
-    lazy = (
-        'By default (`capture="lazy"`) a size is captured at its second call, and that request waits. The 51 captures',
-        f"then take {starts['simplegraph-lazy']} s together.",
-    )
-    return wrapped(" ".join(calls)) + "\n\n" + bullets(*(" ".join(part) for part in (soon, llama, lazy)), _memory())
+    return bullets(" ".join(calls), host, " ".join(soon), " ".join(llama))
 
 
 def _over(arms: dict[str, Any], figure: str) -> float:
@@ -138,7 +136,7 @@ def _over(arms: dict[str, Any], figure: str) -> float:
 
 
 def losses() -> str:
-    """Say where a compiler and other capture functions are ahead, by the README's table."""
+    """Say where a compiler and other capture functions are ahead, by the README's table, and what graphs take."""
     rows = [load("headline/models")["rows"][f"{model} 1"]["arms"] for model in MODELS]
     shorter, ahead = (sum(arms["compiled"]["ms"] < arms[arm]["ms"] for arms in rows) for arm in ("graph", "optimized"))
     optimized = between(arms["optimized"]["ms"] / arms["compiled"]["ms"] for arms in rows)
@@ -154,8 +152,14 @@ def losses() -> str:
         f"takes {optimized} times as long as a compiled call, and the compiler is ahead on {NUMBERS[ahead]}.",
     )
     unchecked = (
-        f"`make_graphed_callables` and tensordict neither check nor pad, and are ready in {ready} s. Large models take",
-        f"as long with ours back to back, {between(waited.values())} times as long if waited for; ten linear layers",
-        f"{small[1]:.1f} and {small[0]:.1f} times. BERT is slower with them: they capture a mask that eager omits.",
+        f"`make_graphed_callables` and tensordict check and pad nothing, and are ready in {ready} s. Large models take",
+        f"as long with ours back to back, and {between(waited.values())} times as long if waited for; ten linear",
+        f"layers {small[1]:.1f} and {small[0]:.1f} times. BERT is slower with them: they capture a mask that eager",
+        "omits.",
     )
-    return bullets(" ".join(compiler), " ".join(unchecked))
+    lazy = (
+        'By default (`capture="lazy"`) a size is captured at its second call, and that request waits. The 51 sizes of',
+        f"the Llama then take {between(_ready('simplegraph-lazy'), '.1f')} s together:",
+        "[capture before requests](docs/production.md#warm-up).",
+    )
+    return bullets(" ".join(compiler), " ".join(unchecked), " ".join(lazy), _memory())

@@ -57,13 +57,14 @@ def write(page: Path) -> None:
     page.write_text(fill(page.read_text(encoding="utf-8")), encoding="utf-8")
 
 
-README_ARMS = {
+_README_ARMS = {
     "eager": "eager",
     "graph": "**simplegraph**",
     "optimized": "**`sg.optimize`**",
     "make-graphed-callables": "`make_graphed_callables`",
     "compiled": "`torch.compile`, reduce-overhead",
 }
+_READY = ("graph", "optimized", "compiled")
 
 
 def readme_rows() -> dict[str, dict[str, Any]]:
@@ -73,33 +74,21 @@ def readme_rows() -> dict[str, dict[str, Any]]:
 
 
 def _readme() -> str:
-    found = readme_rows()
     keys = {text: key for key, text in optimized.MODELS.items()}
-    rows = [
-        [
-            f"back to back: {name}",
-            *(f"{arms[arm]['ms']:.2f}" if "ms" in arms.get(arm, {}) else "" for arms in found.values()),
-        ]
-        for arm, name in README_ARMS.items()
-        if any("ms" in arms.get(arm, {}) for arms in found.values())
-    ]
-    rows.append(["back to back: speed-up over eager, all runs", *(ranges.faster(keys[text]) for text in found)])
-    waited = latency.readme_rows()
-    rows += [[f"waited for: {name}", *(cells.get(text, "") for text in found)] for name, cells in waited.items()]
-    for arm, name in _READY.items():
-        ready = (arms[arm].get("ready_seconds") if arm in arms else None for arms in found.values())
-        rows.append([f"ready, s: {name}", *("" if seconds is None else f"{seconds:.1f}" for seconds in ready)])
+    rows = []
+    for text, arms in readme_rows().items():
+        times = (f"{arms[arm]['ms']:.2f}" if "ms" in arms.get(arm, {}) else "" for arm in _README_ARMS)
+        seconds = (arms[arm]["ready_seconds"] for arm in _READY if "ready_seconds" in arms.get(arm, {}))
+        ready = " / ".join(f"{each:.1f}" for each in seconds)
+        rows.append([text, *times, ranges.faster(keys[text]), ready])
     host = f"one {device_name('headline/models')}, torch 2.11, commit {commit('headline/models')}"
-    other = f" (waited for: another host, commit {commit(latency.FILE)})" if waited else ""
     text = (
-        f"Milliseconds of a call in bfloat16 at batch 1, {host}{other}. This host is slow: {ranges.slow_host()} on "
-        f"another. {ranges.bert()}. Weights are random, proofs are on, and our graphs copy outputs. `ready`: seconds "
-        "to the fourth answer, with empty caches:"
+        f"Milliseconds of a call, issued back to back, in bfloat16 at batch 1; random weights; {host}. Our graphs make "
+        "proofs and copy their outputs. `ready`: seconds to the fourth answer, caches empty, of simplegraph / "
+        "`sg.optimize` / `torch.compile`."
     )
-    return f"{wrapped(text)}\n\n{grid(['', *found], rows)}"
-
-
-_READY = {"graph": "**simplegraph**", "optimized": "**`sg.optimize`**", "compiled": "`torch.compile`"}
+    head = ["ms a call", *_README_ARMS.values(), "simplegraph's speed-up, all runs", "ready, s"]
+    return f"{wrapped(text)}\n\n{grid(head, rows)}"
 
 
 def _startup(file: str = "headline/startup") -> str:
