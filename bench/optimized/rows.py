@@ -44,7 +44,7 @@ from bench.tools import command, environment, fresh
 from bench.tools.compiler import empty_caches
 from bench.tools.files import known_rows, save_figures
 from bench.tools.fresh import NO_TURN, Turn
-from bench.tools.measure import Figures, Timeline, in_turn, kernels_by_name, say
+from bench.tools.measure import DeviceMemory, Figures, Timeline, in_turn, kernels_by_name, say
 from bench.tools.options import Options, count, name_list, numbers
 from bench.tools.replays import Replays, Served
 from bench.tools.side_by_side import side_by_side
@@ -217,7 +217,8 @@ def _first_calls(
     device: torch.device,
     found: Figures,
 ) -> Step:
-    """Make the arm's step and call it until it is ready; notes the seconds, and what `optimize` did."""
+    """Make the arm's step and call it until it is ready; notes the seconds, memory, and what `optimize` did."""
+    before = DeviceMemory.now(device, release=False)  # an emptied cache would count in the seconds
     timeline = Timeline(device)
     step = ARMS[arm].make(entry, module, batches)
     sizes = len({len(batch[0]) for batch in batches})
@@ -226,6 +227,8 @@ def _first_calls(
         timeline.mark("first")
     timeline.mark("ready")
     found |= {f"{name}_seconds": seconds for name, seconds in timeline.seconds.items()}
+    if before is not None and (after := DeviceMemory.now(device, release=False)) is not None:
+        found["memory"] = before.spent(after)
     if isinstance(step, sg.CudaGraphWrapper):
         found["report"] = str(step.graph_report()).splitlines()
     return step

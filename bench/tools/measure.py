@@ -19,6 +19,7 @@ from torch.autograd import DeviceType
 from bench.tools.replays import timed
 
 Figures = dict[str, Any]
+_NO_POOL = (0, 0)  # the allocator's name for memory outside private pools
 Call = Callable[[], object]
 
 NOT_SPEED = "No GPU here: the graphs are the library's emulator, which checks behaviour. Times are NOT speed."
@@ -74,24 +75,40 @@ class Timeline:
 
 @dataclasses.dataclass(frozen=True)
 class DeviceMemory:
-    """Memory counters of one device at one moment, in bytes, after cached memory was released."""
+    """Memory counters of one device at one moment, in bytes.
+
+    Attributes:
+        free: of the device; other processes on it count, too.
+        reserved: by this process's allocator, graph pools included.
+        pools: of that, in private pools, which graphs have; no other process and no cache of eager calls counts.
+    """
 
     free: int
     reserved: int
+    pools: int
 
     @classmethod
-    def now(cls, device: torch.device) -> DeviceMemory | None:
-        """Read the counters; None on a CPU."""
+    def now(cls, device: torch.device, *, release: bool = True) -> DeviceMemory | None:
+        """Read the counters, after cached memory was released if `release`; None on a CPU."""
         if device.type != "cuda":
             return None
         torch.cuda.synchronize(device)
-        gc.collect()
-        torch.cuda.empty_cache()
-        return cls(torch.cuda.mem_get_info(device)[0], torch.cuda.memory_reserved(device))
+        if release:
+            gc.collect()
+            torch.cuda.empty_cache()
+        index = with_index(device).index
+        segments: list[dict[str, Any]] = torch.cuda.memory.memory_snapshot()  # type: ignore[no-untyped-call]
+        own = [each for each in segments if each["device"] == index and tuple(each["segment_pool_id"]) != _NO_POOL]
+        pools = sum(each["total_size"] for each in own)
+        return cls(torch.cuda.mem_get_info(device)[0], torch.cuda.memory_reserved(device), pools)
 
     def spent(self, later: DeviceMemory) -> dict[str, int]:
-        """Return the bytes kept between two moments: taken from the device, and reserved by the allocator."""
-        return {"device_bytes": self.free - later.free, "reserved_bytes": later.reserved - self.reserved}
+        """Return the bytes kept between two moments: taken from the device, reserved, and reserved in pools."""
+        return {
+            "device_bytes": self.free - later.free,
+            "reserved_bytes": later.reserved - self.reserved,
+            "pool_bytes": later.pools - self.pools,
+        }
 
 
 def seconds(call: Call, device: torch.device) -> float:

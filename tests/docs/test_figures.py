@@ -440,6 +440,19 @@ def test_the_headline_is_of_both_batches_and_both_states_of_the_compilers_cache(
     assert len(one) > 2 * len(optimized_page.MODELS), "every run on an H200"
 
 
+def test_memory_is_that_of_pools_once_a_run_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Free memory also falls for another process on the GPU."""
+    assert "by the fall of free memory" in ranges.losses()
+    measured = raw.load("headline/models")
+    rows = {
+        name: {"arms": {arm: {**each} for arm, each in row["arms"].items()}} for name, row in measured["rows"].items()
+    }
+    for count, row in enumerate(rows.values()):
+        row["arms"]["graph"]["memory"] = {"pool_bytes": (count + 3) << 20}
+    monkeypatch.setattr(ranges, "load", lambda name: {"rows": rows} if name == "headline/models" else raw.load(name))
+    assert f"3 to {2 + len(rows)} MiB at batch 1, in their pools" in " ".join(ranges.losses().split())
+
+
 @pytest.mark.parametrize(("sentence", "value"), CLAIMS, ids=[sentence for sentence, _ in CLAIMS])
 def test_a_sentence_says_what_the_raw_figures_say(sentence: str, value: Callable[[], str]) -> None:
     """Of the history, whose sentences nobody writes again; those of pages are written by script."""
