@@ -143,6 +143,7 @@ def _modules() -> list[Job]:
     """List those of modules as they are, and of training; some have no table."""
     shapes = ("--workloads", "vit-b-64", "--shapes", "vit-b-64", "--arms", "eager,train-step")
     autotuned = ("--models", "resnet18,vit,bert", "--arms", "eager,optimized,compiled,compiled-max-autotune")
+    ahead = ("--models", "resnet18,vit,bert", "--arms", "eager,graph,optimized,aot-inductor")
     compilers = "eager,optimized,compiled-warm,compiled-freezing"  # with more, no row is done within the limit
     in_turn, sizes = "eager,graph,optimized,compiled", ("--batches", "1,2,4,8")
     at_once = ("--at-once", "8", "--total", "540")
@@ -163,6 +164,7 @@ def _modules() -> list[Job]:
         Job("h200_training_pairs", _command("bench.training", *graphs), ("training-pairs",), seconds=300),
         Job("h200_training_shapes", _command("bench.training", *shapes)),
         Job("h200_optimized_autotuned", _command("bench.optimized", *autotuned, "--batches", "1")),
+        Job("h200_optimized_ahead", _command("bench.optimized", *ahead, "--batches", "1"), seconds=400),
         Job(
             "h200_compilers",
             _command("bench.optimized", "--arms", compilers, *at_once, "--batches", "1"),

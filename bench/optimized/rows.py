@@ -329,25 +329,40 @@ def measure(plan: OptimizedPlan, device: torch.device) -> Figures:
     described, began = environment.describe(), time.monotonic()
     batches: tuple[int | tuple[int, ...], ...] = (plan.batches,) if plan.in_turn else plan.batches
     pairs = [(model, batch) for batch, model in itertools.product(batches, plan.models)]
-    tasks = {pair: (run_row, (*pair, plan.arms, device, plan.tiny)) for pair in pairs if row_name(*pair) not in rows}
-    left = list(tasks)
-    for pair, found in side_by_side(tasks, plan.timeout, plan.at_once, plan.total):
-        left.remove(pair)
-        say(f"{time.monotonic() - began:.0f} s, {row_name(*pair)}: {_in_a_line(found)}; {len(left)} rows are left")
-        if "failed" not in found:  # such a row is measured again by --more
-            rows[row_name(*pair)] = found
-        else:
-            figures.setdefault("failed", {})[row_name(*pair)] = found["failed"]
-        save_figures(plan.json, figures, described)
+    for arms in _tries(plan.arms):
+        tasks = {pair: (run_row, (*pair, arms, device, plan.tiny)) for pair in pairs if row_name(*pair) not in rows}
+        left, total = list(tasks), plan.total - (time.monotonic() - began)
+        for pair, found in side_by_side(tasks, plan.timeout, plan.at_once, total):
+            name = row_name(*pair)
+            left.remove(pair)
+            say(f"{time.monotonic() - began:.0f} s, {name}: {_in_a_line(found)}; {len(left)} rows are left")
+            failed: dict[str, str] = figures.setdefault("failed", {})
+            if "failed" in found:  # such a row is measured again by --more
+                failed.setdefault(name, found["failed"])
+            else:
+                reason = {"failed": f"its process: {_last_line(failed[name])}"} if name in failed else {}
+                found["arms"] |= {arm: reason for arm in plan.arms if arm not in arms}
+                rows[name] = found
+            save_figures(plan.json, figures, described)
     if left:
         names = ", ".join(row_name(*pair) for pair in left)
         say(f"{plan.total} s are over; left out: {names}. The same command with --more measures them.")
     return figures
 
 
+def _tries(arms: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """List the arms of a row's first try, and of one for a row that failed: some compilers end their process."""
+    safe = tuple(arm for arm in arms if arm not in SELDOM)
+    return [arms, safe] if safe and safe != arms else [arms]
+
+
+def _last_line(text: str) -> str:
+    return text.strip().splitlines()[-1]
+
+
 def _in_a_line(found: Figures) -> str:
     if "failed" in found:
-        return "failed: " + found["failed"].strip().splitlines()[-1]
+        return "failed: " + _last_line(found["failed"])
     arms = found["arms"].items()
     ms = in_line({arm: each["ms"] for arm, each in arms if "ms" in each}, ".3f", "ms")
     return ms + "; first " + in_line({arm: each["first_seconds"] for arm, each in arms if "ms" in each}, ".2f", "s")
@@ -376,11 +391,17 @@ def render(figures: Figures) -> str:
     used = [arm for arm in ARMS if any(arm in row["arms"] for row in rows.values())]
     titles = ["ms a call", *used, "x compiled", "x graph", "first s", "compiled's", "sooner", "error", "eager's"]
     table = [titles, *([name, *_cells(row["arms"], used)] for name, row in rows.items())]
-    lines += [grid(table), "", *summary(rows)]
+    lines += [grid(table), "", *summary(rows), *_missing(rows)]
     for name, row in rows.items():
         if (_ratio(row) or 0.0) > LONGER:
             lines += ["", f"{name}: kernels, how often, us", *_kernels(row["arms"], OPTIMIZED, COMPILED)]
     return "\n".join(lines)
+
+
+def _missing(rows: dict[str, Figures]) -> list[str]:
+    """Say why arms have no figures."""
+    arms = [(f"{name}: {arm}", each) for name, row in rows.items() for arm, each in row["arms"].items()]
+    return [f"{name}: {_last_line(why)}" for name, each in arms if (why := each.get("skipped") or each.get("failed"))]
 
 
 def _cells(arms: dict[str, Figures], used: list[str]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,41 @@ def test_the_compiler_is_left_out_without_a_gpu_and_the_file_is_continued(here: 
     both = json.loads(file.read_text())["rows"]
     assert set(both) == {"bert 1", "bert 2"}
     assert both["bert 2"] == first["bert 2"]
+
+
+def test_a_compiler_that_fails_or_ends_its_process_costs_no_other_arm_its_figures(
+    here: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = rows.run_row
+
+    def run(name: str, sizes: int, arms: tuple[str, ...], *rest: Any) -> dict[str, Any]:
+        if rows.AHEAD in arms and name == "vit":
+            raise RuntimeError("the process died with exit code -11")
+        return {"dtype": "float32", "arms": {arm: {"ms": 1.0, "first_seconds": 1.0, "error": 0.0} for arm in arms}}
+
+    monkeypatch.setattr(rows, "run_row", run)
+    plan = rows.OptimizedPlan(("vit", "bert"), (1,), (EAGER, OPTIMIZED, rows.AHEAD))
+    found = rows.measure(plan, CPU)
+    assert set(found["rows"]["bert 1"]["arms"]) == set(plan.arms)
+    died = found["rows"]["vit 1"]["arms"]
+    assert died.keys() == {*plan.arms}
+    assert "ms" in died[OPTIMIZED]
+    assert "exit code -11" in died[rows.AHEAD]["failed"]
+    assert rows.failures(found) == []
+    assert "vit 1: aot-inductor: its process: " in rows.render(found)
+    monkeypatch.setattr(rows, "run_row", known)
+    monkeypatch.setitem(rows.ARMS, rows.AHEAD, rows.NamedArm(lambda *_: 1 / 0))
+    arms = rows.run_row(MODELS[0], 1, (EAGER, OPTIMIZED, rows.AHEAD), CPU, True)["arms"]
+    assert arms[rows.AHEAD] == {"failed": "ZeroDivisionError: division by zero"}
+    assert {"ms", "error"} <= arms[OPTIMIZED].keys()
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="AOTInductor needs a C++ compiler")
+def test_what_aot_inductor_compiled_is_loaded_and_gives_the_answer() -> None:
+    module, batch = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.GELU()).requires_grad_(False), torch.ones(2, 4)
+    with rows.empty_caches(), torch.no_grad():
+        step = rows.ARMS[rows.AHEAD].make(None, module, [(batch,)])
+        torch.testing.assert_close(step(batch), module(batch))
 
 
 def row(ours: float, theirs: float, *, error: float = 1e-3, first: float = 0.5) -> dict[str, Any]:
