@@ -113,6 +113,11 @@ def _one_gpu() -> list[Job]:
             _command("bench.latency", "--guards", "--compiled", *_LATENCY),
             ("latency", "latency-back-to-back", "readme"),
         ),
+        Job(
+            "h200_tail",
+            _command("bench.latency", "--models", "ten-layers,resnet18,bert", "--tail", "5000"),
+            seconds=200,
+        ),
         Job("h200_sleep", _command("bench.sleep"), ("sleep",), seconds=300),
         Job("h200_host_overhead", _command("bench.host_overhead"), ("host",), seconds=300),
         Job("h200_advise", _command("bench.advise"), ("advise",), seconds=280),

@@ -7,7 +7,8 @@ as all others do. ``no-guards`` is ``static`` with its guards left out, which on
 ``bare-graph`` a `torch.cuda.CUDAGraph` of the module with the same copy of inputs. Then graphs of
 ``make_graphed_callables`` and of tensordict, ``optimized-static`` after ``simplegraph.optimize``, and, only with
 ``--compiled``, ``torch.compile(mode="reduce-overhead")``, warm. Weights are random, in bfloat16 on a GPU. All arms of a
-row are in one process, on the same weights but for what changes them, and take turns.
+row are in one process, on the same weights but for what changes them, and take turns. ``--tail 5000`` measures the
+slowest of so many waited calls instead: as users have them, with proofs now and then; with ``verify=0``; and eager.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from torch import nn
 
 import simplegraph as sg
 from bench.arms.base import NotAvailable
-from bench.latency import guards
+from bench.latency import guards, tail
 from bench.latency.arms import ARMS, BARE, CALLABLES, COMPILED, OPTIMIZED, STATIC, UNGUARDED, USUAL, remove_guards
 from bench.latency.models import MODELS, STEP, TINY, available
 from bench.optimized.rows import Inputs, Step
@@ -53,6 +54,7 @@ class LatencyPlan:
         rounds: in which arms take turns; calls: of an arm in a round, waited for, and as many back to back.
         compiled: True to compile every model, too.
         guards: True to measure the parts of the guards, too.
+        tail: calls of each arm of `bench.latency.tail`, which is measured instead; 0 for none.
         smoke: True for tiny shapes, two models and few calls.
         total: seconds after which rows that are not done are left out.
         more: True to keep the rows that the file has, and measure the others.
@@ -65,6 +67,7 @@ class LatencyPlan:
     calls: int = 200
     compiled: bool = False
     guards: bool = False
+    tail: int = 0
     smoke: bool = False
     total: int = 1000
     more: bool = False
@@ -88,7 +91,7 @@ def measure(plan: LatencyPlan, device: torch.device) -> Figures:
     while left and time.monotonic() - began < plan.total:
         name = left.pop(0)
         try:
-            rows[name] = _row(name, plan, device)
+            rows[name] = _tail(name, plan, device) if plan.tail else _row(name, plan, device)
         except Exception as error:  # the other models go on
             figures.setdefault("failed", {})[name] = f"{type(error).__name__}: {error}"
             say(f"{name} failed: {error}")
@@ -97,8 +100,11 @@ def measure(plan: LatencyPlan, device: torch.device) -> Figures:
             _release(device)
         for figure, title in TITLES.items():
             arms = {arm: each[figure] for arm, each in rows[name]["arms"].items() if figure in each}
-            say(f"{name}, {title}: {in_line(arms, '.1f', 'us')}")
-        if plan.guards:
+            if arms:
+                say(f"{name}, {title}: {in_line(arms, '.1f', 'us')}")
+        if plan.tail:
+            say(tail.render({name: rows[name]}))
+        if "guards" in rows[name]:
             say(f"{name}, guards: {in_line(rows[name]['guards'], '.1f', '')}")
         save_figures(plan.json, figures)
     if left:
@@ -112,9 +118,20 @@ def _release(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
+def _dtype(device: torch.device) -> torch.dtype:
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+def _tail(name: str, plan: LatencyPlan, device: torch.device) -> Figures:
+    dtype = _dtype(device)
+    with torch.no_grad():
+        module, batch = _built(name, plan.smoke, device, dtype)
+        return tail.tails(module, batch, plan.tail, device) | {"dtype": str(dtype).removeprefix("torch.")}
+
+
 def _row(name: str, plan: LatencyPlan, device: torch.device) -> Figures:
     """Make every arm ready, check its answer, and time all in turn. Raises NotReplayed."""
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype = _dtype(device)
     with torch.no_grad():
         module, batch = _built(name, plan.smoke, device, dtype)
         found: dict[str, Figures] = {}
@@ -215,6 +232,8 @@ class Samples:
 def render(figures: Figures) -> str:
     """Format a table of waited calls, one of issued ones, one of calls back to back, and one of guards."""
     rows: dict[str, Figures] = figures["rows"]
+    if figures["plan"]["tail"]:
+        return tail.render(rows)
     parts = []
     for figure, title in TITLES.items():
         lines = [[name, *(cell(row["arms"].get(arm, {}), figure, ".1f") for arm in ARMS)] for name, row in rows.items()]
@@ -266,6 +285,10 @@ OPTIONS: Options = {
     "--rounds": {"type": count, "help": "in which arms take turns; 5 on a GPU, else 1"},
     "--calls": {"type": count, "help": "of an arm in a round; 200 on a GPU, else 5"},
     "--guards": {"action": "store_true", "help": "measure the parts of the guards, too, as after a wait"},
+    "--tail": {
+        "type": count,
+        "help": "measure p50, p99 and the slowest of so many calls instead, with proofs and without",
+    },
     "--smoke": {"action": "store_true", "help": "tiny shapes and few calls, on any machine"},
     "--total": {"type": count, "help": "seconds after which rows that are not done are left out"},
     "--more": {"action": "store_true", "help": "keep the rows that the file has, and measure the others"},

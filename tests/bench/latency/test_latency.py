@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import simplegraph as sg
-from bench.latency import rows
+from bench.latency import rows, tail
 from bench.latency.arms import BARE, CALLABLES, EAGER, OPTIMIZED, OURS, STATIC, UNGUARDED, remove_guards
 from bench.latency.models import MODELS, STEP, TEN, available
 from bench.tools.measure import NOT_SPEED
@@ -45,6 +45,27 @@ def test_graphs_serve_every_model(name: str) -> None:
     found = rows.measure(plan, CPU)
     assert rows.failures(found) == []
     assert found["rows"][name]["arms"][UNGUARDED][rows.ROW] > 0
+
+
+@pytest.mark.proofs
+def test_the_slowest_calls_are_told_with_the_proofs_among_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "tail.json"
+    rows.main(["--device", "cpu", "--models", "ten-layers", "--smoke", "--tail", "5000", "--json", str(file)])
+    arms = json.loads(file.read_text())["rows"][TEN]["arms"]
+    assert set(arms) == {EAGER, OURS, tail.UNPROVEN}
+    for figures in arms.values():
+        assert 0 < figures["p50_us"] <= figures["p99_us"] <= figures["p999_us"] <= figures["max_us"]
+        assert figures["difference"] < 1e-6
+    assert arms[OURS]["steps"] == arms[tail.UNPROVEN]["replays"] == 5000
+    assert arms[OURS]["proofs"] > 0 == arms[tail.UNPROVEN]["proofs"]
+    assert f"{TEN}, {OURS}" in capsys.readouterr().out
+
+
+def test_a_quantile_is_the_time_of_a_call() -> None:
+    found = tail.quantiles([each / 1e6 for each in range(1000, 0, -1)])
+    assert found == pytest.approx({"p50_us": 501, "p99_us": 991, "p999_us": 1000, "max_us": 1000})
 
 
 def test_no_arm_pads_its_batch() -> None:
