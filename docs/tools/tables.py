@@ -83,11 +83,11 @@ def _readme() -> str:
         rows.append([text, *times, ranges.faster(keys[text]), ready])
     host = f"one {device_name('headline/models')}, torch 2.11, commit {commit('headline/models')}"
     text = (
-        f"Milliseconds of a call, issued back to back, in bfloat16 at batch 1; random weights; {host}. Our graphs make "
-        "proofs and copy their outputs. `ready`: seconds to the fourth answer, caches empty, of simplegraph / "
+        f"Calls issued back to back, in bfloat16 at batch 1, random weights; {host}. Proofs are on. simplegraph copies "
+        "its outputs, the last two arms do not. `ready`: seconds to the fourth answer, caches empty, of simplegraph / "
         "`sg.optimize` / `torch.compile`."
     )
-    head = ["ms a call", *_README_ARMS.values(), "simplegraph's speed-up, all runs", "ready, s"]
+    head = ["ms a call", *_README_ARMS.values(), "simplegraph: times faster than eager, all runs", "ready, s"]
     return f"{wrapped(text)}\n\n{grid(head, rows)}"
 
 
