@@ -98,8 +98,8 @@ class DeviceMemory:
             torch.cuda.empty_cache()
         index = with_index(device).index
         segments: list[dict[str, Any]] = torch.cuda.memory.memory_snapshot()  # type: ignore[no-untyped-call]
-        own = [each for each in segments if each["device"] == index and tuple(each["segment_pool_id"]) != _NO_POOL]
-        pools = sum(each["total_size"] for each in own)
+        own = (each for each in segments if each.get("device", index) == index)
+        pools = sum(each["total_size"] for each in own if tuple(each["segment_pool_id"]) != _NO_POOL)
         return cls(torch.cuda.mem_get_info(device)[0], torch.cuda.memory_reserved(device), pools)
 
     def spent(self, later: DeviceMemory) -> dict[str, int]:
