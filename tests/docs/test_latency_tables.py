@@ -44,3 +44,6 @@ def test_readme_has_a_row_for_each_model_with_a_cell_for_each_arm() -> None:
     assert [line[0] for line in lines] == [f"| {text}" for text in optimized.MODELS.values()]
     assert {len(line) for line in lines} == {len(head)}
     assert all(line[-1].count(" / ") == 2 for line in lines), "ready: of ours, optimized and compiled"
+    waited = {line[0]: line[-2] for line in lines if line[-2].strip()}
+    assert "| ResNet-18" in waited
+    assert all(cell.count(" / ") == 2 for cell in waited.values()), "of eager, ours and make_graphed_callables"
