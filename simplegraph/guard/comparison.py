@@ -1,7 +1,7 @@
 """Compare the plain values that a call reads with earlier ones, by versions of dicts first and with little Python.
 
-A `ValueHolder` holds plain values, and its mark says which. A `Comparison` compares all holders at every call, each in
-the quickest way that its kind allows.
+A `ValueHolder` holds plain values, and its `HolderState` says which. A `Comparison` compares all holders at every call,
+each in the quickest way that its kind allows.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import operator
 import types
 import weakref
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -66,6 +66,34 @@ _parts_of_code = operator.attrgetter("__code__", "__defaults__", "__kwdefaults__
 _IS_LAST_FIRST = gc.get_referents([0, 1]) == [1, 0]  # True if the collector lists the last item of a list first
 
 
+class HolderState(NamedTuple):
+    """Says which values a holder has: states are equal while no value changes.
+
+    Attributes:
+        container: the id of the container; None if another object shows the values each time.
+        version: the version of a dict that has one; `value_ids` and `value_classes` are empty then.
+        value_ids: the ids of the values.
+        value_classes: their classes, since an id may be used again.
+        key_ids: the ids of a dict's keys in their order, unless a version shows the order.
+        length: the length of a long container without a version, of which nothing else counts; else None.
+        buffers: the contents of small arrays and other buffers among the values.
+        owner_class: the id of the class of the object that has the values.
+    """
+
+    container: int | None
+    version: int | None
+    value_ids: list[int]
+    value_classes: list[type]
+    key_ids: list[int]
+    length: int | None
+    buffers: list[Hashable]
+    owner_class: int
+
+
+# Without the tuple's own `__new__`, a function in Python: some states are read at every call.
+_new_state: Callable[[tuple[Any, ...]], HolderState] = functools.partial(tuple.__new__, HolderState)
+
+
 class ValueHolder:
     """One dict or container that holds plain values, with their keys.
 
@@ -90,7 +118,7 @@ class ValueHolder:
     Attributes:
         entries: key in the container -> key of the value (see `value_key`).
         inside: ids of objects opened below it.
-        mark: a summary of the values that changes when an entry does, such as the version of the dict.
+        state: the `HolderState` when the entries were read; None before that, and if the container was gone.
         buffers: small arrays and other buffers among the values.
         keys: the keys that lead from a module to it; None if code leads to it.
         gone: called when an item of a container without versions ends, since another object may get its id.
@@ -131,7 +159,7 @@ class ValueHolder:
         self._part: tuple[set[Place], frozenset[Any]] | None = None
         self.inside: list[int] = []
         self.buffers: list[Any] = []
-        self.mark: Any = None
+        self.state: Any = None
         self._kept: list[Any] = []  # plain values, kept alive so that their ids are not reused, and weak references
 
     def find(self) -> Any:
@@ -145,33 +173,37 @@ class ValueHolder:
         except Exception:
             return -1
 
-    def marked(self) -> Any:
-        """Return the present mark; None if the container is gone. Call it before the values are read."""
+    def read_state(self) -> HolderState | None:
+        """Return the present state; None if the container is gone. Call it before the values are read."""
+        version = length = None
+        ids: list[int] = []
+        classes: list[type] = []
+        key_ids: list[int] = []
         try:
             container, owner = self.find(), self.owner and self.owner()
             if self.owner is not None and not self._is_view and own_dict(owner) is not container:
                 return None
             is_dict = issubclass(type(container), dict)
-            has_own_order = issubclass(type(container), collections.OrderedDict) and dict.__len__(container) > 1
-            items: Any
             if self.names is not None:
                 values = list(map(dict.get, itertools.repeat(container), self.names, itertools.repeat(ABSENT)))
-                items = list(map(identity_hash, values)), list(map(type, values)), None
+                ids, classes = list(map(identity_hash, values)), list(map(type, values))
             elif is_dict and dict.__len__(container) and not self._is_view and versions.dict_version is not None:
                 # The version of an empty dict does not change when the dict takes over another dict's items.
-                items = versions.dict_version(container)
-                if has_own_order:  # `move_to_end` does not change the version
-                    items = items, list(map(identity_hash, keys_in_order(container)))
+                version = versions.dict_version(container)
+                if issubclass(type(container), collections.OrderedDict) and dict.__len__(container) > 1:
+                    key_ids = list(map(identity_hash, keys_in_order(container)))  # `move_to_end` leaves the version
             elif self.is_wide:
-                items = length_of(container)
+                length = length_of(container)
             else:
                 values = list(dict.values(container) if is_dict else kind_of(type(container)).__iter__(container))
-                keys = list(map(identity_hash, keys_in_order(container))) if is_dict else None
-                items = list(map(identity_hash, values)), list(map(type, values)), keys
+                key_ids = list(map(identity_hash, keys_in_order(container))) if is_dict else []
+                ids, classes = list(map(identity_hash, values)), list(map(type, values))
         except Exception:  # another thread may change it
             return None
-        kind = type(container if owner is None else owner)
-        return not self._is_view and id(container), items, list(map(buffer_key, self.buffers)), id(kind)
+        found = None if self._is_view else id(container)
+        owner_class = id(type(container if owner is None else owner))
+        buffers = list(map(buffer_key, self.buffers))
+        return _new_state((found, version, ids, classes, key_ids, length, buffers, owner_class))
 
     def read(self, opened: Collection[int]) -> list[tuple[list[Any], Any]]:
         """Read the entries again; return the empty dicts among the values, and the keys that lead to each.
@@ -180,14 +212,16 @@ class ValueHolder:
         """
         container = self.find()
         self.is_wide = self.is_container and length_of(container) > MAX_WIDTH
-        mark = self.marked()
+        state = self.read_state()
         is_versioned = issubclass(type(container), dict) and versions.dict_version is not None
         by_ids = not is_versioned or self._is_view or self.names is not None
         self.inside, self.buffers, self._kept = [], [], []
         entries: dict[Hashable, Hashable] = {}
         empty: list[tuple[list[Any], Any]] = []
         for key, value in (
-            [("its length", length_of(container)), ("its version", repr(mark))] if self.is_wide else _items(container)
+            [("its length", length_of(container)), ("its version", state and (state.container, state.version))]
+            if self.is_wide
+            else _items(container)
         ):
             if not self.counts(key) or type(value) is Door:
                 continue
@@ -207,7 +241,7 @@ class ValueHolder:
         kind = type(container if self.owner is None else self.owner())
         if kind.__flags__ & HEAP_TYPE:
             entries[CLASS] = class_key(kind)
-        self.mark = mark and (*mark[:2], list(map(buffer_key, self.buffers)), mark[3])
+        self.state = state and state._replace(buffers=list(map(buffer_key, self.buffers)))
         self.entries = entries
         self._part = None
         return empty
@@ -289,14 +323,16 @@ class _HoldersByMethod:
         slotted: objects that have only slots, whose values it shows.
         variables: context variables.
         by_clock: dicts that need not be read while the clock of versions stands still.
-        by_mark: all others, whose marks are made anew at every call.
+        by_state: all others, whose states are read at every call.
     """
 
     def __init__(self, root: ValueHolder | None, compared: Sequence[ValueHolder]) -> None:
         self.by_version = [
             holder
             for holder in compared
-            if issubclass(type(holder.container), dict) and type(holder.mark[1]) is int and not holder.buffers
+            if issubclass(type(holder.container), dict)
+            and holder.state.version is not None
+            and not (holder.state.key_ids or holder.buffers)
         ]
         quick = [holder for holder in compared if not (holder.is_wide or holder.buffers)]
         self.by_items = [
@@ -305,17 +341,17 @@ class _HoldersByMethod:
             if type(holder.container) in _ITERATED or (type(holder.container) is dict and not holder.container)
         ]
         # An empty cell has no item: if it took the value of the next cell, all items would be the same as before.
-        self.cells = [holder for holder in quick if holder.cell is not None and holder.mark[1][0]]
+        self.cells = [holder for holder in quick if holder.cell is not None and holder.state.value_ids]
         self.functions = [holder for holder in quick if holder.function is not None]
         viewed = (holder for holder in quick if holder.owner is not None and holder.container is None)
         self.slotted = [holder for holder in viewed if _shows_slots(holder)]
         self.variables = [holder for holder in quick if holder.variable is not None]
-        # What slots and variables hold now is taken for what was read. If it changed meanwhile, the mark shows that.
-        unchanged = [holder for holder in (*self.slotted, *self.variables) if holder.marked() == holder.mark]
+        # What slots and variables hold now is taken for what was read. If it changed meanwhile, the state shows that.
+        unchanged = [holder for holder in (*self.slotted, *self.variables) if holder.read_state() == holder.state]
         quickly = set(map(id, (*self.by_version, *self.by_items, *self.cells, *self.functions, *unchanged)))
         others = [holder for holder in compared if id(holder) not in quickly]
         self.by_clock = _compared_by_clock(others, [*self.by_version, *([root] if root is not None else ())])
-        self.by_mark = [holder for holder in others if holder not in self.by_clock]
+        self.by_state = [holder for holder in others if holder not in self.by_clock]
 
 
 def _compared_by_clock(others: Sequence[ValueHolder], versioned: Sequence[ValueHolder]) -> list[ValueHolder]:
@@ -332,12 +368,12 @@ def _compared_by_clock(others: Sequence[ValueHolder], versioned: Sequence[ValueH
     found = [
         holder
         for holder in others
-        if _has_version(holder) and holder.owner is None and not (holder.buffers or holder.is_wide)
+        if holder.state.version is not None and holder.owner is None and not (holder.buffers or holder.is_wide)
     ]
     if not found:
         return []
     held = set(map(identity_hash, gc.get_referents(*map(_find, (*versioned, *found)))))
-    return [holder for holder in found if _has_own_order(holder) or identity_hash(holder.find()) in held]
+    return [holder for holder in found if holder.state.key_ids or identity_hash(holder.find()) in held]
 
 
 class _Items:
@@ -368,15 +404,15 @@ class _Items:
         owners = map(_owner_of, ways.slotted)
         self.no_attributes = [attributes for owner in owners if (attributes := own_dict(owner)) is not None]
         self.variables: list[Any] = [holder.variable for holder in ways.variables]
-        self.orders = [weakref.ref(holder.find()) for holder in ways.by_clock if _has_own_order(holder)]
+        self.orders = [weakref.ref(holder.find()) for holder in ways.by_clock if holder.state.key_ids]
         self.has_more = bool(self.slotted or self.variables or self.orders)
-        boxes = [*ways.by_items, *ways.cells]
-        orders = [-1 if _IS_LAST_FIRST and type(holder.container) is list else 1 for holder in boxes]
-        # What boxes hold was read before, and their marks have it. What slots and variables hold is read now.
-        ids, kinds = (
-            list(_chain(holder.mark[1][part][::order] for holder, order in zip(boxes, orders, strict=True)))
-            for part in (0, 1)
-        )
+        # What boxes hold was read before, and their states have it. What slots and variables hold is read now.
+        ids: list[int] = []
+        kinds: list[type] = []
+        for holder in (*ways.by_items, *ways.cells):
+            order = -1 if _IS_LAST_FIRST and type(holder.container) is list else 1
+            ids += holder.state.value_ids[::order]
+            kinds += holder.state.value_classes[::order]
         items = gc.get_referents(*self.boxes) + (self.read_more() if self.has_more else [])
         ids += map(identity_hash, items[len(ids) :])
         kinds += map(type, items[len(kinds) :])
@@ -422,7 +458,9 @@ class _VersionedDicts:
             for holder in (*ways.by_version, *ways.by_items)
             if holder.owner is not None and id(holder) not in children_ids
         ]
-        objects = [holder for holder in owned if type(holder.mark[1]) is int and _shows_dict(_owner_of(holder), holder)]
+        objects = [
+            holder for holder in owned if holder.state.version is not None and _shows_dict(_owner_of(holder), holder)
+        ]
         self.objects: list[Any] = [holder.owner for holder in objects]
         showing = [*children, *objects]
         showing_ids = set(map(id, showing))
@@ -479,12 +517,12 @@ class Comparison:
         key: the key of the values; None if it was not made yet.
 
     Attributes:
-        mark: an object that identifies the comparison without keeping it alive.
+        token: an object that identifies the comparison without keeping it alive.
         moment: the moment of `versions.clock` when the comparison last held; None without a clock.
     """
 
     def __init__(self, root: ValueHolder | None, holders: Sequence[ValueHolder], key: Any) -> None:
-        self.root, self.holders, self.key, self.mark = root, holders, key, object()
+        self.root, self.holders, self.key, self.token = root, holders, key, object()
         self.moment: object = None
         compared = [
             holder for holder in holders if holder is not root or versions.dict_version is None or holder.buffers
@@ -493,14 +531,14 @@ class Comparison:
         self._functions = [holder.function for holder in ways.functions]
         self._code_parts = gc.get_referents(*self._functions)  # code and defaults among them
         self._items = _Items(ways)
-        self._by_clock, self._by_mark = ways.by_clock, ways.by_mark
-        self._clock_marks = [holder.mark for holder in self._by_clock]
-        self._marks = [holder.mark for holder in self._by_mark]
+        self._by_clock, self._by_state = ways.by_clock, ways.by_state
+        self._clock_states = [holder.state for holder in self._by_clock]
+        self._states = [holder.state for holder in self._by_state]
         self._containers = frozenset(id(holder.container) for holder in compared if not holder.is_wide) - {id(None)}
         self._dicts = _VersionedDicts(root, ways)
-        self._versions = [holder.mark[1] for holder in self._dicts.holders]
+        self._versions = [holder.state.version for holder in self._dicts.holders]
         # The version of the module's own attributes; None if they are compared as those of other holders are.
-        self._own_version = root.mark[1] if root is not None and root not in compared else None
+        self._own_version: Any = root.state.version if root is not None and root not in compared else None
         self._families = _Families(root, holders) if versions.dict_version is None else None
 
     def holds(self, attributes: dict[str, Any]) -> bool:
@@ -564,9 +602,9 @@ class Comparison:
         except Exception:  # a value that cannot be read counts as changed
             return False
         # All others.
-        if not is_quiet and [holder.marked() for holder in self._by_clock] != self._clock_marks:
+        if not is_quiet and [holder.read_state() for holder in self._by_clock] != self._clock_states:
             return False
-        if self._by_mark and [holder.marked() for holder in self._by_mark] != self._marks:
+        if self._by_state and [holder.read_state() for holder in self._by_state] != self._states:
             return False
         self.moment = moment
         return True
@@ -607,37 +645,39 @@ class Comparison:
         return list(moved.values()) if later.holds(attributes) else self._moved_otherwise()
 
     def _moved_otherwise(self) -> list[ValueHolder]:
-        """List the holders whose marks changed."""
-        return [holder for holder in self.holders if holder.marked() != holder.mark]
+        """List the holders whose states changed."""
+        return [holder for holder in self.holders if holder.read_state() != holder.state]
 
     def renewed(self, renewed: Mapping[int, int]) -> Comparison:
-        """Return the comparison with versions replaced by new ones; its mark stays valid for a reading."""
+        """Return the comparison with versions replaced by new ones; its token stays valid for a reading."""
         later = copy.copy(self)  # another thread may be comparing with this one
         later._versions = self._versions.copy()
+        versions_now: dict[ValueHolder, int] = {}
         for at, version in enumerate(self._versions):
             if version in renewed:
-                later._versions[at] = renewed[version]
-                holder = self._dicts.holders[at]
-                holder.mark = holder.mark[0], renewed[version], *holder.mark[2:]
-        root, before = self.root, self._own_version
-        if root is not None and before is not None and before in renewed:
-            later._own_version = renewed[before]
-            root.mark = root.mark[0], renewed[before], *root.mark[2:]
+                later._versions[at] = versions_now[self._dicts.holders[at]] = renewed[version]
+        if self.root is not None and self._own_version in renewed:
+            later._own_version = versions_now[self.root] = renewed[self._own_version]
+        for holder, version in versions_now.items():
+            holder.state = _new_state((holder.state.container, version, *holder.state[2:]))
         return later
 
     def after(self, moved: Sequence[ValueHolder], key: Any) -> Comparison:
         """Return the comparison for the values after these holders were read again."""
         indices = self._dicts.indices
         versioned = indices.keys() | ({id(self.root)} if self._own_version is not None else set())
-        if any(id(holder) not in versioned or holder.buffers or type(holder.mark[1]) is not int for holder in moved):
+        if any(
+            id(holder) not in versioned or holder.buffers or holder.state.version is None or holder.state.key_ids
+            for holder in moved
+        ):
             return Comparison(self.root, self.holders, key)
         later = copy.copy(self)  # another thread may be comparing with this one
-        later.key, later.mark, later._versions = key, object(), self._versions.copy()
+        later.key, later.token, later._versions = key, object(), self._versions.copy()
         for holder in moved:
             for at in indices.get(id(holder), ()):
-                later._versions[at] = holder.mark[1]
+                later._versions[at] = holder.state.version
             if holder is self.root:
-                later._own_version = holder.mark[1]
+                later._own_version = holder.state.version
         return later
 
 
@@ -684,19 +724,9 @@ def _owner_of(holder: ValueHolder) -> Any:
     return None if holder.owner is None else holder.owner()
 
 
-def _has_version(holder: ValueHolder) -> bool:
-    """True if the mark of a holder contains the version of a dict."""
-    return type(holder.mark[1][0] if type(holder.mark[1]) is tuple else holder.mark[1]) is int
-
-
-def _has_own_order(holder: ValueHolder) -> bool:
-    """True if a holder of a dict with a version is an OrderedDict, whose order has no version: its mark contains it."""
-    return type(holder.mark[1]) is tuple
-
-
 def _shows_slots(holder: ValueHolder) -> bool:
     """True if an object has only slots, and shows all their values to the garbage collector."""
-    if holder.mark is None or holder.mark[0] is not False:
+    if holder.state is None or holder.state.container is not None:
         return False
     thing, values = _owner_of(holder), holder.find()
     if own_dict(thing) or len(slots_of(type(thing))) != len(values):

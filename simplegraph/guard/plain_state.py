@@ -375,7 +375,7 @@ class HolderReader:
                 opened = (entry for key, entry in holder.entries.items() if entries_before.get(key) != entry)
                 if empty or holder.inside != inside or any(map(has_object, opened)):
                     return False
-            if not moved or any(holder.mark is None for holder in moved):
+            if not moved or any(holder.state is None for holder in moved):
                 return False
             before = ((holder.entries, self.entries[holder.name]) for holder in moved)
             is_same = all(list(new.items()) == list(old.items()) for new, old in before)

@@ -79,7 +79,7 @@ class _Sources:
         leading: slots that lead to tensors and modules; None if there are none.
         values: the values of all other slots, grouped by the attribute or the container that leads to them.
         entries: the expected attributes of modules, in the order in which the modules are read.
-        uncovered: the mark of the latest comparison, followed by those of `values` that it does not cover.
+        uncovered: the token of the latest comparison, followed by those of `values` that it does not cover.
     """
 
     def __init__(
@@ -288,7 +288,7 @@ class Reading:
         self._registry_versions: list[int] | None = None  # versions of registries, when their names were last read
         self._attribute_versions: list[int] | None = None  # versions of modules' attributes, when these were last read
         self._own_version = 0  # the version of the module's own attributes then
-        self._covered_by: object = None  # the mark of a comparison that compares all other attribute versions itself
+        self._covered_by: object = None  # the token of a comparison that compares all other attribute versions itself
         self._moment: object = None  # the moment of the clock of versions when everything was last read and compared
         # Hooks, forwards, and tensors that others keep or watch.
         hooks: list[dict[int, Any]] = [vars(module)[name] for module in modules for name in HOOKS]
@@ -435,8 +435,8 @@ class Reading:
                 return False
             registries, values = read
             # Values of slots, except those that the comparison covers.
-            mark, *uncovered_before = sources.uncovered
-            is_new = comparison is None or comparison.mark is not mark
+            token, *uncovered_before = sources.uncovered
+            is_new = comparison is None or comparison.token is not token
             uncovered: list[SlotValues] = []
             for slot_values in sources.values if is_new else uncovered_before:
                 containers = slot_values.containers_if_same([attributes, *sources.attributes])
@@ -445,7 +445,7 @@ class Reading:
                 if is_new and comparison is not None and not comparison.covers(containers, attributes):
                     uncovered.append(slot_values)
             if is_new and comparison is not None:
-                sources.uncovered[:] = comparison.mark, *uncovered
+                sources.uncovered[:] = comparison.token, *uncovered
             # Names in registries: two parameters may have swapped their names.
             if not is_quiet:
                 reader = self._reader
@@ -467,7 +467,7 @@ class Reading:
             # Attributes of modules, watched tensors and forwards.
             is_covered = (
                 comparison is not None
-                and comparison.mark is self._covered_by
+                and comparison.token is self._covered_by
                 and version(attributes) == self._own_version
             )
             if not is_covered and not self._same_attributes(attributes, expected.modules_at(values), comparison):
@@ -510,5 +510,5 @@ class Reading:
         # Reordering an OrderedDict does not change its version.
         has_orders = self._reader.values_of is not gc.get_referents
         if taken is not None and comparison is not None and not has_orders and comparison.covers_versions(dicts[1:]):
-            self._own_version, self._covered_by = taken[0], comparison.mark
+            self._own_version, self._covered_by = taken[0], comparison.token
         return True

@@ -567,7 +567,7 @@ def test_a_reading_keeps_no_container_once_a_submodule_is_gone(device):
     module.held = held = Held([None])
     kept = weakref.ref(held)
     comparison = types.SimpleNamespace(
-        mark=object(), moment=None, covers=lambda *_: False, covers_versions=lambda _: False
+        token=object(), moment=None, covers=lambda *_: False, covers_versions=lambda _: False
     )
     read = reading.Reading(list(module.modules()), [((held, 0, None),)])
     assert read.same(vars(module), comparison)
@@ -601,8 +601,9 @@ def test_a_steady_call_reads_no_place_by_itself(device, places, monkeypatch):
     model = sg.wrap(places, capture_sizes=[4], progress=False)
     for _ in range(5):
         served(model, places, device)
-    read, marked = [], comparison.ValueHolder.marked
-    monkeypatch.setattr(comparison.ValueHolder, "marked", lambda self: read.append(self.name) or marked(self))
+    read, original = [], comparison.ValueHolder.read_state
+    reading = lambda self: read.append(self.name) or original(self)  # noqa: E731
+    monkeypatch.setattr(comparison.ValueHolder, "read_state", reading)
     assert all(served(model, places, device) for _ in range(3))
     assert read == []
 
