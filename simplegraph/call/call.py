@@ -322,10 +322,8 @@ class Call:
         mappings = written_mappings(self.args, self.kwargs)
         if len(set(map(id, mappings))) < len(mappings):  # a graph has a mapping of its own for each that it is passed
             raise CannotBind(Reason.ALIASED, f"a {type(mappings[0]).__name__} that is passed twice")
-        for (
-            counted
-        ) in binding.repeated_changes.values():  # other sizes may advance the same state where it cannot be seen
-            counted.check(self.module)
+        for repeated in binding.repeated_changes.values():  # other sizes may advance the same state unseen
+            repeated.check(self.module)
         if self.padding and binding.padding_refusal is not None:
             raise binding.padding_refusal.again()
         if self.padding and binding.draws:

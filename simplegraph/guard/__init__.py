@@ -11,7 +11,7 @@ comparison      what holds plain values, and `Comparison`: the check of these va
 links           the order in which a reading reads attributes and slots
 versions        the versions of dicts, which say when to read a dict again
 plain_state     the plain values that a call reads through Python, as a part of its key: reads what moved of them
-place_history   who changes which place, and so which places count, and which make calls run eagerly
+place_history   who changes which place, and so which places are guarded, and which make calls run eagerly
 holders         finds the objects that hold plain values
 values          keys of plain values
 code_below      finds the code below a call by the names that it contains

@@ -126,8 +126,8 @@ class CarriedTensors:
         """The places that calls pass."""
         return [place for place in self.places if not place.by_hook]
 
-    def exempt(self) -> set[tuple[int, str]]:
-        """Return the places as (id of the dict, key); guards ignore their values."""
+    def unguarded(self) -> set[tuple[int, str]]:
+        """Return the places as (id of the dict, key); their values are not guarded."""
         return {(id(place.holder), place.key) for place in self.places}
 
     def adopt(self, places: Iterable[CarriedPlace], read: Collection[int]) -> None:

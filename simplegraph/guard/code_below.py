@@ -131,7 +131,7 @@ def is_descriptor(kind: type) -> bool:
 class CodeBelow:
     """Lists the functions, classes and globals that the code of some classes leads to, starting at their forwards.
 
-    A method counts if any code contains its name, whatever the object; methods of operators always count.
+    The code of a method is read if other code contains its name, whatever the object; that of operators always.
 
     Args:
         classes: classes of modules and other objects.
@@ -142,7 +142,7 @@ class CodeBelow:
     Attributes:
         names: names and strings in the code; values: all except names that are only called as methods.
         classes: the given classes, and classes that code names.
-        files: by id, the dict of a file, and the names of its globals that count.
+        files: by id, the dict of a file, and the names of its globals that are guarded.
         cells: cells of closures, with the variable's name.
         functions: functions whose code was read; own: those of users, which may wrap a library's, or be wrapped by it.
         has_breaks: True if it leads to eager breaks, whose code is not among it.
@@ -176,7 +176,7 @@ class CodeBelow:
         while self._to_read and len(self._read) < _MAX_FUNCTIONS:
             self._read_code(*self._to_read.popleft())
         self._eager = CodeBelow(classes, self._breaks, breaks=True) if self._breaks else None
-        # Operators of torch's containers always count as code, and set children alone: `ModuleList.__setitem__`.
+        # Operators of torch's containers are always read, and set children alone: `ModuleList.__setitem__`.
         code = [function.__code__ for function in self.functions if function.__module__ != _CONTAINERS]
         self._sets_any = any(not _SETTING.isdisjoint(names_of(each).all) for each in code)
         self._set = frozenset[str]().union(*map(set_in, code))
@@ -264,7 +264,7 @@ class CodeBelow:
                 self._add(member, of_class)
 
     def _add_globals(self, file: dict[str, Any], names: Iterable[str], function: Any, away: int) -> None:
-        counted = self.files.setdefault(id(file), (file, set()))[1]
+        guarded = self.files.setdefault(id(file), (file, set()))[1]
         package = str(file.get("__name__")).partition(".")[0]
         for name in names:
             if (package, name) in CLASS_REGISTRIES:
@@ -284,11 +284,11 @@ class CodeBelow:
                 continue  # an attribute of the same name
             is_global = file is function.__globals__ and name in names_of(function.__code__).globals
             if not (is_global and only_fills(function.__code__, name)):
-                counted.add(name)
+                guarded.add(name)
 
 
 def _read_of_file(names: CodeNames, file: dict[str, Any]) -> set[str]:
-    """Return the names of another file that code may read. A number does not count if its name is only called."""
+    """Return the names of another file that code may read. A number is none if its name is only called."""
     return {name for name in names.all & file.keys() if name in names.values or not issubclass(type(file[name]), ATOMS)}
 
 

@@ -75,7 +75,7 @@ class HolderState(NamedTuple):
         value_ids: the ids of the values.
         value_classes: their classes, since an id may be used again.
         key_ids: the ids of a dict's keys in their order, unless a version shows the order.
-        length: the length of a long container without a version, of which nothing else counts; else None.
+        length: the length of a long container without a version, of which nothing else is guarded; else None.
         buffers: the contents of small arrays and other buffers among the values.
         owner_class: the id of the class of the object that has the values.
     """
@@ -103,14 +103,14 @@ class ValueHolder:
         name: its dotted name in the module, or its name in code.
         container: the dict, list, set or deque; None if it is not kept alive, since it may hold a tensor.
         find: returns the container if it is not kept alive.
-        counts: returns True for keys that count.
-        is_container: True for a user's container; if it is long, only its length and version count.
-        is_ordered: True if the order of keys counts.
+        guards: returns True for keys whose values are guarded.
+        is_container: True for a user's container; if it is long, only its length and version are guarded.
+        is_ordered: True if the order of keys is guarded.
         is_view: True if `find` returns a new object each time.
         owner: returns the object whose attributes these are; it may get another `__dict__` or class.
-        has_tensors: True if tensors count by identity, too, since no survey of the module sees them.
-        names: the only keys that count, with values that are compared by identity, for the globals of a script: its
-            loops set globals all the time, so the version of their dict is of no use. None for other holders.
+        has_tensors: True if tensors are guarded by identity, too, since no survey of the module sees them.
+        names: the only keys that are guarded, by the identity of their values, for the globals of a script: its loops
+            set globals all the time, so the version of their dict is of no use. None for other holders.
         cell: a closure's cell, whose content is the only value; there is no container then.
         function: a function, whose code and defaults are the only values; there is no container then.
         variable: returns a context variable, whose value is the only value; there is no container then.
@@ -130,7 +130,7 @@ class ValueHolder:
         name: str,
         container: Any = None,
         find: Callable[[], Any] | None = None,
-        counts: Callable[[Any], bool] | None = None,
+        guards: Callable[[Any], bool] | None = None,
         *,
         is_container: bool = False,
         is_ordered: bool = False,
@@ -152,7 +152,7 @@ class ValueHolder:
         if function is not None:
             find, is_view = functools.partial(_parts_of, function), True
         self.name, self.container, self._find, self.owner = name, container, find, owner
-        self.counts = counts or (lambda key: True)
+        self.guards = guards or (lambda key: True)
         self.is_container, self._is_view, self.is_wide = is_container, is_view, False
         self._is_ordered = is_container or is_ordered
         self.entries: dict[Hashable, Hashable] = {}
@@ -223,11 +223,11 @@ class ValueHolder:
             if self.is_wide
             else _items(container)
         ):
-            if not self.counts(key) or type(value) is Door:
+            if not self.guards(key) or type(value) is Door:
                 continue
-            # Tensors in a list do not count: a reading compares those that graphs read, and a list may log others.
-            is_left_out = issubclass(type(value), _ELSEWHERE) and not issubclass(type(container), dict)
-            if is_left_out and not self._counts_by_identity(value):
+            # No tensor in a list is guarded here: a reading checks those that graphs read, and a list may log others.
+            is_checked_elsewhere = issubclass(type(value), _ELSEWHERE) and not issubclass(type(container), dict)
+            if is_checked_elsewhere and not self._guards_identity(value):
                 continue
             entry = self._entry(value, opened, [key], empty)
             at = key if type(key) is str else value_key(key)
@@ -256,8 +256,8 @@ class ValueHolder:
             self._kept.append(value)
             return entry
         if issubclass(type(value), _ELSEWHERE):
-            # Only the class of a tensor or module counts here. A reading compares its identity.
-            return identity_key(value) if self._counts_by_identity(value) else class_key(type(value))
+            # Only the class of a tensor or module is guarded here. A reading checks its identity.
+            return identity_key(value) if self._guards_identity(value) else class_key(type(value))
         if issubclass(type(value), tuple) and len(path) <= MAX_DEPTH and length_of(value) <= MAX_WIDTH:
             items = enumerate(tuple.__iter__(value))
             entries = tuple(self._entry(item, opened, [*path, at], empty) for at, item in items)
@@ -280,18 +280,18 @@ class ValueHolder:
             return class_key(type(value))
         return identity_key(value)
 
-    def _counts_by_identity(self, value: Any) -> bool:
+    def _guards_identity(self, value: Any) -> bool:
         """True for tensors and modules that are compared by identity, since no survey sees them."""
         is_hidden = issubclass(type(value), nn.Module) and id(value) not in self.surveyed
         return self.has_tensors and (is_hidden or issubclass(type(value), Tensor))
 
-    def part(self, left_out: Collection[Place]) -> frozenset[Any]:
-        """Return the entries as a part of a key, without those at places that are left out."""
-        if self._part is None or self._part[0] != left_out:
-            counted = {} if (self.name, ALL) in left_out else self.entries
-            counted = {key: entry for key, entry in counted.items() if (self.name, key) not in left_out}
-            ordered = [(ORDER, tuple(counted))] * (self._is_ordered and len(counted) > 1)
-            self._part = set(left_out), frozenset((*counted.items(), *ordered))
+    def part(self, unguarded: Collection[Place]) -> frozenset[Any]:
+        """Return the entries as a part of a key, without those at unguarded places."""
+        if self._part is None or self._part[0] != unguarded:
+            guarded = {} if (self.name, ALL) in unguarded else self.entries
+            guarded = {key: entry for key, entry in guarded.items() if (self.name, key) not in unguarded}
+            ordered = [(ORDER, tuple(guarded))] * (self._is_ordered and len(guarded) > 1)
+            self._part = set(unguarded), frozenset((*guarded.items(), *ordered))
         return self._part[1]
 
 
@@ -614,16 +614,16 @@ class Comparison:
         families: Any = self._families
         return versions.dict_version is not None or families.read(attributes) == families.children
 
-    def covers(self, containers: Iterable[Any], attributes: dict[str, Any]) -> bool:
-        """True if all values in these containers are compared; `attributes` are the module's own."""
+    def checks(self, containers: Iterable[Any], attributes: dict[str, Any]) -> bool:
+        """True if it checks all values in these containers; `attributes` are the module's own."""
         by_own_version = attributes if self._own_version is not None else None
         return all(
             container is by_own_version or id(container) in self._containers or issubclass(type(container), tuple)
             for container in containers
         )
 
-    def covers_versions(self, dicts: Iterable[dict[str, Any]]) -> bool:
-        """True if the versions of these dicts are compared, and the owner of each dict and its class."""
+    def checks_versions(self, dicts: Iterable[dict[str, Any]]) -> bool:
+        """True if it checks the versions of these dicts, and the owner of each dict and its class."""
         return self._dicts.shown_ids.issuperset(map(id, dicts))
 
     def moved(self, attributes: dict[str, Any]) -> list[ValueHolder]:

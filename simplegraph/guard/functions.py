@@ -5,7 +5,7 @@ and globals, the arguments of a partial, the object of a method, and attributes 
 The code of users' functions, methods and properties among them is read, too. A name in code does not show whose
 attribute it is, so an attribute that no code reads may be found because another object has one of the same name. But
 instructions show if a name is a global's, and if it is only called as a method: the name in ``optimizer.step()`` does
-not count for a number called ``step``.
+not name a number called ``step``.
 """
 
 from __future__ import annotations
@@ -92,13 +92,13 @@ class Reach:
     """Finds the places that functions, and users' functions that they reach, may read.
 
     Attributes:
-        exempt: places, as (id of a dict, key), that do not count, nor does anything below them.
+        unguarded: places, as (id of a dict, key), that are not guarded, nor is anything below them.
         opened: ids of the objects whose attributes were looked up.
         codes: the names in the code of each function; functions: the functions.
     """
 
     def __init__(self) -> None:
-        self.exempt: Collection[tuple[int, Any]] = ()
+        self.unguarded: Collection[tuple[int, Any]] = ()
         self._names = {"__call__"}  # names in all code that was read, now or earlier
         self._values: set[str] = set()  # names of attributes that may be plain values
 
@@ -194,7 +194,7 @@ class Reach:
 
     def _add(self, name: str, holder: Any, key: Any, owner: Any = None) -> None:
         """Add a place, and queue its value to be read; `owner` is the object that the holder belongs to."""
-        if (id(holder), key) in self.exempt:
+        if (id(holder), key) in self.unguarded:
             return
         at = id(holder if owner is None else owner), key
         try:
@@ -280,7 +280,7 @@ class FunctionModule(nn.Module):
 
     def resolve(self) -> None:
         """Find the reached objects again: globals and attributes may have been rebound."""
-        self._reach.exempt = carried_by(self).exempt()
+        self._reach.unguarded = carried_by(self).unguarded()
         places = self._find_places()
         functions = self._reach.functions
         self.watched.use(places, functions)

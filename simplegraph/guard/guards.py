@@ -49,10 +49,10 @@ class MemoryRead:
             module.refresh()
         if any_requires_grad(leaves) or any_requires_grad(module.parameters()):
             return True  # the common case: no survey is needed
-        tensors = [entry.tensor for entry in Survey(module).tensors.values() if self.covers(entry)]
+        tensors = [entry.tensor for entry in Survey(module).tensors.values() if self.includes(entry)]
         return any_requires_grad((*tensors, *(owned.tensor for owned in self.elsewhere.values())))
 
-    def covers(self, entry: HeldTensor) -> bool:
+    def includes(self, entry: HeldTensor) -> bool:
         """True if a graph may read a tensor of the module."""
         unseen = entry.tensor.device.type == self.unseen
         return entry.registered or unseen or not self.keys.isdisjoint(entry.memory)
@@ -99,8 +99,8 @@ class CapturedState:
             self._values.setdefault(at, WatchedValue(tensor))
         self._values.update((id(watched), watched) for watched in read.versions)
         tensors = survey.tensors.values()
-        covered = [entry for entry in tensors if self._read.covers(entry)]
-        for entry in covered:
+        guarded = [entry for entry in tensors if self._read.includes(entry)]
+        for entry in guarded:
             self._places.setdefault(entry.name, _place(entry.tensor))
         for owned in self._read.elsewhere.values():
             self._elsewhere.setdefault(owned, _place(owned.tensor))
@@ -117,7 +117,7 @@ class CapturedState:
             self._generators = survey.generators
             self._empty = survey.attributes() - {entry.attribute for entry in tensors}
         # Attributes to which no tensor may be added. New attributes, and those that no graph reads, may get tensors.
-        self._watched_attributes = self._empty | {entry.attribute for entry in covered}
+        self._watched_attributes = self._empty | {entry.attribute for entry in guarded}
         self.reading = None if moved else self._new_reading(survey)
 
     def accept(self, survey: Survey) -> None:
@@ -131,7 +131,7 @@ class CapturedState:
     def _new_reading(self, survey: Survey) -> Reading:
         """Make the reading that compares the present state at every call."""
         entries = [
-            entry for entry in survey.tensors.values() if self._read.covers(entry) or entry.name in self._gradients
+            entry for entry in survey.tensors.values() if self._read.includes(entry) or entry.name in self._gradients
         ]
         links = [entry.links for entry in entries if entry.links]
         elsewhere = self._read.elsewhere.values()

@@ -42,7 +42,8 @@ from simplegraph.guard.scripted import ScriptedValues, python_below
 from simplegraph.guard.values import NOT_PLAIN, SCRIPTS, CompiledModule, can_be_referenced, dotted, value_key
 
 _OF_TORCH = frozenset(vars(nn.Module())) | {"_simplegraph", "_simplegraph_optimized"}  # compared in other ways
-_OF_HIDDEN = frozenset({"training", *REGISTRIES, *HOOKS})  # torch's attributes that count if no survey sees the module
+# Attributes of torch's that are guarded if no survey sees the module.
+_OF_HIDDEN = frozenset({"training", *REGISTRIES, *HOOKS})
 _OURS = "_simplegraph"  # the prefix of attributes that this library sets
 # Types of values that may lead to code.
 _LEADING = frozenset({types.FunctionType, types.MethodType, functools.partial, dict, list, tuple, *ALIASES})
@@ -159,8 +160,8 @@ class _Way:
         of_torch: True if it is one of torch's own attributes of a module.
         is_hidden: True if no survey sees it: code leads to it, or it is below an object that hides it.
         hides: True if no survey sees what is below it, as below slots and sets.
-        is_excluded: True if nothing below it counts: in objects of this library, or that refer to the module, such as a
-            trainer.
+        is_unguarded: True if nothing below it is guarded: in objects of this library, or that refer to the module, such
+            as a trainer.
     """
 
     name: str
@@ -171,7 +172,7 @@ class _Way:
     of_torch: bool = False
     is_hidden: bool = False
     hides: bool = False
-    is_excluded: bool = False
+    is_unguarded: bool = False
 
 
 def _way_to(thing: Any, walk: Walk, ways: dict[int, _Way], starts: dict[int, SearchRoot], *, by_code: bool) -> _Way:
@@ -188,9 +189,9 @@ def _way_to(thing: Any, walk: Walk, ways: dict[int, _Way], starts: dict[int, Sea
     keys: tuple[Any, ...] | None = None
     if not by_code:
         keys = () if issubclass(type(thing), nn.Module) else (*(parent.keys or ()), key)
-    is_excluded = parent.is_excluded or (type(key) is str and key.startswith(_OURS))
+    is_unguarded = parent.is_unguarded or (type(key) is str and key.startswith(_OURS))
     find = functools.partial(_item, parent.find, base, key)
-    return _Way(name, find, keys, owner, key, of_torch, is_hidden, is_excluded=is_excluded)
+    return _Way(name, find, keys, owner, key, of_torch, is_hidden, is_unguarded=is_unguarded)
 
 
 class Holders:
@@ -200,7 +201,7 @@ class Holders:
         roots: the module, or the modules that a function reaches.
         gone: called when an object ends whose attributes are kept alive.
         function: the function, if calls run a function instead of a module.
-        breaks: True if values that eager breaks read count as well, since graphs hold them.
+        breaks: True if values that eager breaks read are guarded as well, since graphs hold them.
         closed: names of containers whose contents are not searched.
 
     Attributes:
@@ -249,11 +250,11 @@ class Holders:
         self.scripts: list[str] = []
         self.refused = ""
         self._names: set[str] = set()
-        self._uncounted: set[str] = set()
+        self._unguarded: set[str] = set()
         self._open(roots, None)
         self.code = CodeBelow(self._classes, self._functions.values(), breaks=self._breaks)
-        self._uncounted |= self.code.eager_names
-        self.all = [holder for holder in self.all if holder.name.rpartition(".")[2] not in self._uncounted]
+        self._unguarded |= self.code.eager_names
+        self.all = [holder for holder in self.all if holder.name.rpartition(".")[2] not in self._unguarded]
         self._open_code()
 
     def _read(self, holder: ValueHolder) -> None:
@@ -276,7 +277,7 @@ class Holders:
         return holder
 
     def _open(self, roots: Sequence[SearchRoot], code: CodeBelow | None) -> None:
-        """Add the holders of values below roots. If code is given, only attributes that it names count."""
+        """Add the holders of values below roots. If code is given, only attributes that it names are guarded."""
         walk = Walk([root.thing for root in roots], self._policy, self.opened)
         starts = {id(original_of(root.thing)): root for root in reversed(roots)}
         things = [(thing, contents) for thing, contents, _ in walk]
@@ -285,7 +286,7 @@ class Holders:
         ways: dict[int, _Way] = {}
         for thing, contents in things:  # each comes after the object that holds it
             way = ways[id(thing)] = _way_to(thing, walk, ways, starts, by_code=code is not None)
-            if way.is_excluded:
+            if way.is_unguarded:
                 continue
             if type(thing) in _VIEWS:
                 way.find, way.hides = functools.partial(_viewed, _VIEWS[type(thing)], way.find), True
@@ -300,7 +301,7 @@ class Holders:
                 holder = self._add_object(thing, contents, way, code)
                 holder.has_tensors |= way.is_hidden
                 way.find, way.hides = holder.find, holder.has_tensors
-                way.is_excluded = not is_module and any(it is self._module for it in contents.values())
+                way.is_unguarded = not is_module and any(it is self._module for it in contents.values())
             elif issubclass(type(thing), tuple):
                 way.hides = way.is_hidden
             elif not way.of_torch or (way.is_hidden and way.key in _OF_HIDDEN):
@@ -316,8 +317,8 @@ class Holders:
         way.find, way.hides = functools.partial(_viewed, context, reference), True
         variable = reference if context is _in_context else None
         names = code.names if code is not None and context is _in_thread else None
-        counts = functools.partial(_counts, names, (self._uncounted,))
-        holder = ValueHolder(way.name, find=way.find, counts=counts, is_view=True, has_tensors=True, variable=variable)
+        guards = functools.partial(_is_guarded, names, (self._unguarded,))
+        holder = ValueHolder(way.name, find=way.find, guards=guards, is_view=True, has_tensors=True, variable=variable)
         self._add(holder, way.keys)
 
     def _add_script(self, thing: Any, contents: Any, way: _Way) -> None:
@@ -337,14 +338,14 @@ class Holders:
             way.name,
             thing if is_kept else None,
             None if is_kept else way.find,
-            functools.partial(_counts, None, (self._uncounted,)),
+            functools.partial(_is_guarded, None, (self._unguarded,)),
             is_container=True,
             has_tensors=way.hides,
         )
         self._add(holder, way.keys)
         if holder.name in self._closed:
             holder.gone = None  # the items of a closed container are not kept
-            way.is_excluded = True
+            way.is_unguarded = True
         attributes = own_dict(thing)  # a subclass of a container may have attributes beside its items
         if type(thing) not in DICTS and attributes is not None and attributes is not thing:
             self._add_object(thing, {}, way, code)
@@ -369,14 +370,14 @@ class Holders:
         self.deaths.append(weakref.ref(thing, self._gone))
         return self.deaths[-1]
 
-    def _attributes_of(self, thing: Any, name: str, counts: Callable[[Any], bool], *, by_code: bool) -> ValueHolder:
+    def _attributes_of(self, thing: Any, name: str, guards: Callable[[Any], bool], *, by_code: bool) -> ValueHolder:
         """Make the holder of an object's attributes, without keeping the object alive."""
         attributes = own_dict(thing)
         has_slots = bool(slots_of(type(thing))) or attributes is None
         make = functools.partial(
             ValueHolder,
             name,
-            counts=counts,
+            guards=guards,
             has_tensors=by_code or has_slots,
             is_ordered=not issubclass(type(thing), nn.Module),
         )
@@ -409,15 +410,15 @@ class Holders:
         )
         if code is not None:  # numbers whose name code has only as the name of a method that it calls
             called -= code.values
-        counts = functools.partial(_counts, names, (skipped, called, self._uncounted))
-        return self._add(self._attributes_of(thing, way.name, counts, by_code=code is not None), way.keys)
+        guards = functools.partial(_is_guarded, names, (skipped, called, self._unguarded))
+        return self._add(self._attributes_of(thing, way.name, guards, by_code=code is not None), way.keys)
 
     def _open_code(self) -> None:
         """Add the holders that code names: classes, globals, variables of closures, and everything below them."""
         code = self.code
-        counts = functools.partial(_is_named, None if code.computes_names else code.names)
+        guards = functools.partial(_is_named, None if code.computes_names else code.names)
         holders = [
-            ValueHolder(kind.__qualname__, _class_dict(kind), counts=counts, has_tensors=True)
+            ValueHolder(kind.__qualname__, _class_dict(kind), guards=guards, has_tensors=True)
             for kind in code.classes.values()
             if not is_closed(kind.__module__)
         ]
@@ -425,7 +426,7 @@ class Holders:
             ValueHolder(
                 str(file.get("__name__")),
                 file,
-                counts=names.__contains__,
+                guards=names.__contains__,
                 has_tensors=True,
                 names=names if file.get("__name__") == "__main__" else None,
             )
@@ -433,7 +434,7 @@ class Holders:
         ]
         holders += [ValueHolder(name, cell=cell, has_tensors=True) for name, cell in code.cells]
         holders += [
-            ValueHolder(function.__qualname__, vars(function), counts=counts, has_tensors=True)
+            ValueHolder(function.__qualname__, vars(function), guards=guards, has_tensors=True)
             for function in code.own
             if vars(function)
         ]
@@ -449,7 +450,7 @@ class Holders:
         for holder in holders:
             self._add(holder)
             container = holder.find()
-            items = [(key, value) for key, value in dict.items(container) if holder.counts(key)]
+            items = [(key, value) for key, value in dict.items(container) if holder.guards(key)]
             roots += [
                 SearchRoot(dotted(holder.name, key), value, functools.partial(_item, holder.find, dict, key))
                 for key, value in items
@@ -458,7 +459,7 @@ class Holders:
         self._open(roots, code)
 
 
-def _counts(names: Collection[str] | None, skipped: Sequence[Collection[str]], key: Any) -> bool:
+def _is_guarded(names: Collection[str] | None, skipped: Sequence[Collection[str]], key: Any) -> bool:
     if type(key) is not str:
         return True
     for keys in skipped:  # torch's own attributes come first: most keys are among them

@@ -1,4 +1,4 @@
-"""Note who changes which places, and so which places count in keys, and which make calls run eagerly.
+"""Note who changes which places, and so which places are guarded, and which make calls run eagerly.
 
 Much depends on how the code below a call uses a place, which `PlacesInCode` answers.
 """
@@ -20,9 +20,9 @@ Changes = dict[Place, tuple[Hashable, Hashable]]  # the keys of the old and new 
 IN_BREAK = "let the break do what depends on it, or rename it if the forward only names something else like it"
 _REMEDY = "pass it as a tensor, keep it in a buffer, or rename it if the code has its name for something else"
 _MAX_SEEN = 256  # values that are remembered of a place
-_NEW_VALUES = 4  # new values within a window of calls after which a place is let go, or calls run eagerly
+_NEW_VALUES = 4  # new values within a window of calls after which a place is unguarded, or calls run eagerly
 _WINDOW = 32  # calls
-_QUIET = 256  # calls without a new value after which a place counts again
+_QUIET = 256  # calls without a new value after which a place is guarded again
 # The same after an eager break set the place: for the first time, the second, and later.
 _SUSPENDED_CALLS = (1, _WINDOW, _QUIET)
 
@@ -68,8 +68,8 @@ class PlacesInCode:
     def is_named(self, place: Place) -> bool:
         """True if code may lead to a place: it names the place, or a key that leads to it.
 
-        Of a module, and of an object that code leads to, only attributes count that the code names, other than to call
-        them as methods: no plain value is one.
+        Of a module, and of an object that code leads to, those attributes are named that the code does not only call
+        as methods: no plain value is one.
         """
         name, key = place
         kind, code = self.kinds.get(name, _UNKNOWN), self.code
@@ -107,13 +107,13 @@ class NewValues:
     """Finds the places that take new values all the time.
 
     Attributes:
-        let_go: those that no code names, which are left out of keys, and the call of the latest change.
+        unguarded: those that no code names, and the call of the latest change.
         volatile: those that make calls run eagerly, and the call from which calls without a new value are counted.
     """
 
     def __init__(self, places: PlacesInCode) -> None:
         self._places = places
-        self.let_go: dict[Place, int] = {}
+        self.unguarded: dict[Place, int] = {}
         self.volatile: dict[Place, int] = {}
         self._seen: dict[Place, set[Hashable]] = {}  # the values that were found in a place
         self._news: dict[Place, collections.deque[tuple[int, str]]] = {}  # calls that found a new value, and it
@@ -133,11 +133,11 @@ class NewValues:
         news = self._news.setdefault(place, collections.deque(maxlen=_NEW_VALUES))
         news.append((call, shown_entry(next(iter(values.values()))[1])))
         if len(news) == _NEW_VALUES and news[0][0] > call - _WINDOW:
-            (self.volatile if self._places.is_named(place) else self.let_go)[place] = call
+            (self.volatile if self._places.is_named(place) else self.unguarded)[place] = call
 
-    def count_again(self, call: int) -> None:
-        """Count places again that kept their value for long."""
-        for places in (self.let_go, self.volatile):
+    def guard_again(self, call: int) -> None:
+        """Guard places again that kept their value for long."""
+        for places in (self.unguarded, self.volatile):
             for place, since in list(places.items()):
                 if call - since > _QUIET:
                     del places[place]
@@ -145,7 +145,7 @@ class NewValues:
 
     def containers(self) -> frozenset[str]:
         """Return the names of the containers among these places."""
-        return frozenset(name for name, key in (*self.let_go, *self.volatile) if key is ALL)
+        return frozenset(name for name, key in (*self.unguarded, *self.volatile) if key is ALL)
 
     def forget(self) -> None:
         """Let calls have graphs again until new values are found."""
@@ -200,7 +200,7 @@ class BreakChanges:
             self._volatile[place] = call - (_QUIET - quiet)
             self._set_by_breaks.add(place)
 
-    def note_equal(self, before: dict[Place, Any], counted: set[Place]) -> bool:
+    def note_equal(self, before: dict[Place, Any], guarded: set[Place]) -> bool:
         """Note that a replay of a graph equalled the latest run, eager breaks included.
 
         Code in graphs does not read what breaks set in two such runs that found different values. If a value is part
@@ -208,7 +208,7 @@ class BreakChanges:
 
         Args:
             before: what runs found in the places that they set, if replays of this graph equalled them; added to here.
-            counted: the places that are part of the key.
+            guarded: the places that are guarded.
 
         Returns:
             True if the next run need not be compared as well.
@@ -216,7 +216,7 @@ class BreakChanges:
         found = {place: {key: was for key, (was, _) in values.items()} for place, values in self._set_by_run.items()}
         may_be_read = {place: values for place, values in found.items() if self._may_be_read(place)}
         met = {place for place, values in may_be_read.items() if place in before}
-        self._harmless |= {place for place in met if place in counted or before[place] != may_be_read[place]}
+        self._harmless |= {place for place in met if place in guarded or before[place] != may_be_read[place]}
         before |= {place: values for place, values in may_be_read.items() if place not in met}
         return may_be_read.keys() <= self._harmless
 
@@ -238,17 +238,17 @@ class BreakChanges:
 class PlaceHistory:
     """Notes who changed which places: runs of the module, other code, or eager breaks of replays.
 
-    A place is an effect of runs, or it counts, or nothing has changed it yet. A container is one place.
+    A place is an effect of runs, or nothing has changed it yet, or it is in `guarded`. A container is one place.
 
     Args:
         places: how code uses places.
         proves: True if graphs are compared with eager.
 
     Attributes:
-        effects: places that every run changes, and nothing else. They are left out of keys.
-        counted: places that other code changed as well, or that some run left unchanged. They count from then on.
+        effects: places that every run changes, and nothing else. They are unguarded.
+        guarded: places that other code changed as well, or that some run left unchanged.
         filled: places to which a run only added, by keys that no code names, when it changed them last.
-        own_changes: changes by runs of places that count, which no call has found yet.
+        own_changes: changes by runs of guarded places, which no call has found yet.
         new_values: the places that take new values all the time.
         breaks: what eager breaks set.
     """
@@ -257,43 +257,43 @@ class PlaceHistory:
         self._places = places
         self._runs = 0  # runs that were observed to their end
         self.effects: set[Place] = set()
-        self.counted: set[Place] = set()
+        self.guarded: set[Place] = set()
         self.filled: set[Place] = set()
         self.own_changes: Changes = {}
         self.new_values = NewValues(places)
         self.breaks = BreakChanges(places, self.new_values.volatile, proves=proves)
 
     def changed_by_others(self, changes: Changes, call: int) -> None:
-        """Note changes by other code; places that take many values are let go, or make calls run eagerly."""
-        let_go = self.new_values.let_go
+        """Note changes by other code; places that take many values are unguarded, or make calls run eagerly."""
+        unguarded = self.new_values.unguarded
         for place, values in self._places.by_place(changes).items():
-            if place in let_go:
-                let_go[place] = call
+            if place in unguarded:
+                unguarded[place] = call
                 continue
             self.effects.discard(place)
-            self.counted.add(place)
+            self.guarded.add(place)
             self.new_values.note(place, values, call)
 
     def changed_by_run(self, changes: Changes, call: int, *, is_whole: bool) -> Set[Place]:
-        """Leave out places that every run changed so far; the key stays that of the values before the run.
+        """Stop guarding places that every run changed so far; the key stays that of the values before the run.
 
         Args:
             changes: the changes of one run.
             call: the number of the call.
-            is_whole: True if it ran to its end, eager breaks included, so that all other places count from now on.
+            is_whole: True if it ran to its end, eager breaks included: all other places are guarded from now on.
 
         Returns:
-            The places that count again since the run left them unchanged.
+            The places that are guarded again since the run left them unchanged.
         """
         changed = self._places.by_place(changes)
         for place, values in changed.items():
             was_filled = place in self.filled
             is_filled = self._places.fills(place, values) and (was_filled or place not in self.effects)
-            if place not in self.counted and (is_filled or not self._runs):
+            if place not in self.guarded and (is_filled or not self._runs):
                 self.effects.add(place)
             elif place not in self.effects or was_filled:
                 self.effects.discard(place)
-                self.counted.add(place)
+                self.guarded.add(place)
                 self.own_changes |= {(place[0], key): change for key, change in values.items()}
             (self.filled.add if is_filled else self.filled.discard)(place)
         self.breaks.note_run(changed, call)
@@ -302,23 +302,23 @@ class PlaceHistory:
         self._runs += 1
         unchanged = self.effects - changed.keys() - self.filled
         self.effects -= unchanged
-        self.counted |= unchanged
+        self.guarded |= unchanged
         return unchanged
 
     def changed_by_breaks(self, changes: Changes, call: int) -> None:
-        """Leave out places that only eager breaks of a replay change, unless code in graphs may read them.
+        """Stop guarding places that only eager breaks of a replay change, unless code in graphs may read them.
 
         The key stays that of the values before.
         """
-        counted: Changes = {}
+        guarded: Changes = {}
         changed = self._places.by_place(changes)
         self.breaks.suspend(changed, call)
         for place, values in changed.items():
-            if place in self.counted or (place not in self.effects and self._places.is_named(place)):
-                counted |= {(place[0], key): change for key, change in values.items()}
+            if place in self.guarded or (place not in self.effects and self._places.is_named(place)):
+                guarded |= {(place[0], key): change for key, change in values.items()}
             else:
                 self.effects.add(place)
-        self.changed_by_others(counted, call)
+        self.changed_by_others(guarded, call)
 
     def why_volatile(self) -> str:
         """Return why calls run eagerly: the place that makes them, and a remedy."""

@@ -1,8 +1,8 @@
 """The plain values that a call reads through Python, as a part of its key: two values, two graphs.
 
-In a module's tree every plain value counts: attributes of modules and of objects that they hold, items of containers.
-For code, its functions count, and the attributes of classes, globals and closures that it names. Versions of dicts say
-when to read them again, so a call reads no value if nothing was set. Reading runs no user code.
+In a module's tree every plain value is guarded: attributes of modules and of objects that they hold, items of
+containers. Of code, its functions are guarded, and the attributes of classes, globals and closures that it names.
+Versions of dicts say when to read them again, so a call reads no value if nothing was set. Reading runs no user code.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ _LISTS = (list, collections.deque)
 class PlainState:
     """Reads the plain values that calls of a module find, as a part of their key.
 
-    A place that every run changes is left out of the key; such calls have no graph. It counts again once a run leaves
-    it unchanged or other code changes it. A place with ever new values is left out if no code names it; else its calls
-    run eagerly.
+    The key has the values of guarded places. A place that every run changes is unguarded; such calls have no graph. It
+    is guarded again once a run leaves it unchanged or other code changes it. A place with ever new values is unguarded
+    if no code names it; else its calls run eagerly.
 
-    Each step looks at the values, tells the history who changed them, and makes the key of what still counts.
+    Each step looks at the values, tells the history who changed them, and makes the key.
 
     Args:
-        breaks: True if values that eager breaks read count as well, since graphs hold them.
+        breaks: True if values that eager breaks read are guarded as well, since graphs hold them.
         proves: True if graphs are compared with eager.
 
     Attributes:
         comparisons: at most one, which determines the values of a call while it holds and has a key.
-        must_look: True if every call must read all values, since some of them do not count at present.
+        must_look: True if every call must read all values, since some of them are unguarded at present.
         calls: the number of calls since the first one was read, for windows of calls.
     """
 
@@ -137,8 +137,8 @@ class PlainState:
                 # Eager breaks do not run in captures.
                 is_whole = is_complete and not isinstance(ACTIVE.recorder, SegmentRecorder)
                 changes = changes_between(before, self._reader.entries)
-                self._reader.counted_anew |= self._history.changed_by_run(changes, self.calls, is_whole=is_whole)
-                self._leave_out()
+                self._reader.guarded_again |= self._history.changed_by_run(changes, self.calls, is_whole=is_whole)
+                self._use_unguarded()
                 if not self._is_serving:
                     self._make_key()
                 self._lengths = []
@@ -163,13 +163,13 @@ class PlainState:
         """Attribute changes since the key was read to eager breaks of a replay, and so to the module."""
         with self._lock:
             self._history.changed_by_breaks(self._reader.look(module), self.calls)
-            self._leave_out()
+            self._use_unguarded()
             if not self._is_serving:
                 self._make_key()
 
     def note_equal(self, before: dict[Place, Any]) -> bool:
         """Note that a replay equalled the latest run, eager breaks included; see `BreakChanges.note_equal`."""
-        return self._history.breaks.note_equal(before, self._history.counted)
+        return self._history.breaks.note_equal(before, self._history.guarded)
 
     def set_by_latest_run(self) -> list[str]:
         """Name what the latest run set and code in graphs may read."""
@@ -199,8 +199,8 @@ class PlainState:
                 since = self._reader.look(module)
                 if claims:
                     self._history.changed_by_breaks(since, self.calls)
-                    self._leave_out()
-                self._history.changed_by_others(self._counted_changes(before), self.calls)
+                    self._use_unguarded()
+                self._history.changed_by_others(self._guarded_changes(before), self.calls)
                 self._make_key()
 
     def check(self, module: Any) -> None:
@@ -211,8 +211,8 @@ class PlainState:
         """
         with self._lock:
             self._reader.look(module)
-            counted_anew = self._reader.counted_anew
-            changed = {place for place in self._counted_changes(self._served) if not is_among(place, counted_anew)}
+            guarded_again = self._reader.guarded_again
+            changed = {place for place in self._guarded_changes(self._served) if not is_among(place, guarded_again)}
             before, self._changed = self._changed, changed
             for place in changed - before:
                 raise CannotBind(Reason.PYTHON_STATE, place_name(place))
@@ -220,13 +220,13 @@ class PlainState:
     def set_by_others(self, module: Any) -> list[tuple[dict[Any, Any], Any, Any]]:
         """List the attributes that other code than the runs has set since `serving` began: their dict, name and value.
 
-        Only those count whose names no code below the call sets, since a run may set others.
+        Those whose names code below the call sets are not listed, since a run may set them.
         """
         with self._lock:
             self._reader.look(module)
             holders = {holder.name: holder for comparison in self.comparisons for holder in comparison.holders}
             code, found = self._places.code, []
-            for name, key in self._counted_changes(self._served):
+            for name, key in self._guarded_changes(self._served):
                 if name not in holders or holders[name].is_container:
                     continue
                 if type(key) is str and key.isidentifier() and not (code is not None and code.sets(key)):
@@ -248,7 +248,7 @@ class PlainState:
             if self._is_unread:
                 self._catch_up(module)
             self._history.changed_by_others(self._reader.look(module), self.calls)
-            self._history.new_values.count_again(self.calls)
+            self._history.new_values.guard_again(self.calls)
             self._reader.close(module, self._history.new_values.containers())
             self._make_key()
             if not self.comparisons:
@@ -261,18 +261,18 @@ class PlainState:
 
     def _make_key(self) -> None:
         """Make the key of the present values, unless they have one."""
-        self._leave_out()
-        self.must_look = bool(self._history.new_values.let_go or self._history.new_values.volatile)
+        self._use_unguarded()
+        self.must_look = bool(self._history.new_values.unguarded or self._history.new_values.volatile)
         self._reader.make_key()
 
-    def _leave_out(self) -> None:
-        """Leave the places that do not count out of keys."""
-        self._reader.leave_out({*self._history.effects, *self._history.new_values.let_go})
+    def _use_unguarded(self) -> None:
+        """Tell the reader which places are unguarded."""
+        self._reader.use_unguarded({*self._history.effects, *self._history.new_values.unguarded})
 
-    def _counted_changes(self, before: Mapping[str, Entries]) -> Changes:
-        """Return the changes since these entries at places that are not left out of keys."""
+    def _guarded_changes(self, before: Mapping[str, Entries]) -> Changes:
+        """Return the changes since these entries at guarded places."""
         changes = changes_between(before, self._reader.entries)
-        return {place: change for place, change in changes.items() if not is_among(place, self._reader.left_out)}
+        return {place: change for place, change in changes.items() if not is_among(place, self._reader.unguarded)}
 
     def _catch_up(self, module: Any) -> None:
         """Sort what changed since the last look, around runs at which nothing was looked.
@@ -303,7 +303,7 @@ class HolderReader:
 
     Args:
         places: told the code and the kinds of holders when these are found.
-        breaks: True if values that eager breaks read count as well, since graphs hold them.
+        breaks: True if values that eager breaks read are guarded as well, since graphs hold them.
 
     Attributes:
         entries: the values of the latest look, by the holder's name; replaced by another dict once one changes.
@@ -312,8 +312,8 @@ class HolderReader:
         comparisons: at most one, of the present values; it has their key once that is made. It is cleared once an
             object ends whose attributes are kept alive.
         key: the key that was made last.
-        left_out: the places that are left out of keys.
-        counted_anew: places that count again since the last key was made, as a run left them unchanged.
+        unguarded: the places whose values are no part of keys.
+        guarded_again: places that are guarded again since the last key was made, as a run left them unchanged.
     """
 
     def __init__(self, places: PlacesInCode, *, breaks: bool) -> None:
@@ -324,8 +324,8 @@ class HolderReader:
         self.comparisons: list[Comparison] = []
         self._alive: list[bool] = []  # one item, cleared with `comparisons`, so that none that is being made is kept
         self.key = PlainValues({})
-        self.left_out: set[Place] = set()
-        self.counted_anew: set[Place] = set()
+        self.unguarded: set[Place] = set()
+        self.guarded_again: set[Place] = set()
         self._keys: dict[frozenset[_Part], PlainValues] = {}  # by the values of all holders; the latest comes last
         self._closed: frozenset[str] = frozenset()  # names of containers whose contents are not read
         self._opened: set[int] = set()  # ids of objects that were opened
@@ -379,7 +379,7 @@ class HolderReader:
                 return False
             before = ((holder.entries, self.entries[holder.name]) for holder in moved)
             is_same = all(list(new.items()) == list(old.items()) for new, old in before)
-            # The version may move though nothing that counts did, such as when a file's other globals are set, or a
+            # The version may move though nothing guarded did, such as when a file's other globals are set, or a
             # run counts its calls.
             is_key = is_same or self._has_values(comparison.key, moved)
             self.keep(comparison.after(moved, comparison.key if is_key else None))
@@ -422,11 +422,11 @@ class HolderReader:
         for comparison in self.comparisons[:1]:
             if comparison.key is not None or self.refused:
                 return
-            parts = _parts((holder.name, holder.part(self.left_out)) for holder in comparison.holders)
+            parts = _parts((holder.name, holder.part(self.unguarded)) for holder in comparison.holders)
             values = self._keys.pop(parts, None)
-            if values is None and self.counted_anew:  # while all runs changed these no graph was captured
-                values = self._keys.pop(_parts(_without(self.counted_anew, part) for part in parts), None)
-            self.counted_anew.clear()
+            if values is None and self.guarded_again:  # while all runs changed these no graph was captured
+                values = self._keys.pop(_parts(_without(self.guarded_again, part) for part in parts), None)
+            self.guarded_again.clear()
             self.key = self._keys[parts] = values or PlainValues({})
             self.key.parts = dict(parts)
             while len(self._keys) > _MAX_KEYS:
@@ -434,18 +434,18 @@ class HolderReader:
             self.keep(comparison.after((), self.key))
 
     def _has_values(self, key: PlainValues | None, holders: Sequence[Any]) -> bool:
-        """True if a key has the present values of these holders, except at places that are left out."""
+        """True if a key has the present values of these holders, except at unguarded places."""
         return key is not None and all(
-            key.parts.get(holder.name, frozenset()) == holder.part(self.left_out) for holder in holders
+            key.parts.get(holder.name, frozenset()) == holder.part(self.unguarded) for holder in holders
         )
 
-    def leave_out(self, places: set[Place]) -> None:
-        """Leave these places out of keys from now on, and no others."""
-        if places == self.left_out:
+    def use_unguarded(self, places: set[Place]) -> None:
+        """Leave the values of these places out of keys from now on, and no others."""
+        if places == self.unguarded:
             return
-        added, counted = places - self.left_out, self.left_out - places
-        self.left_out = places
-        if counted - self.counted_anew:  # one that is empty by now is no part of a key, as when it was left out
+        added, guarded = places - self.unguarded, self.unguarded - places
+        self.unguarded = places
+        if guarded - self.guarded_again:  # one that is empty by now is no part of a key, as when it was unguarded
             self._keys.clear()
         if added:  # values that differed only in these places are equal now
             keys, self._keys = self._keys, {}
@@ -485,9 +485,9 @@ def _without(places: set[Place], part: _Part) -> _Part:
     name, entries = part
     if (name, ALL) in places:
         return name, frozenset()
-    left_out = {key for holder, key in places if holder == name}
-    if not left_out:
+    unguarded = {key for holder, key in places if holder == name}
+    if not unguarded:
         return part
-    counted = dict(entry for entry in entries if entry[0] not in left_out)
-    order = tuple(key for key in counted.pop(ORDER, ()) if key not in left_out)
-    return name, frozenset((*counted.items(), *[(ORDER, order)] * (len(order) > 1)))
+    guarded = dict(entry for entry in entries if entry[0] not in unguarded)
+    order = tuple(key for key in guarded.pop(ORDER, ()) if key not in unguarded)
+    return name, frozenset((*guarded.items(), *[(ORDER, order)] * (len(order) > 1)))

@@ -35,7 +35,7 @@ class ModuleState(PythonState):
     Args:
         module: the module.
         device, pool: the device and the pool of the captures.
-        counted: state that every run of the module changes.
+        repeated: state that every run of the module changes.
         inputs: storage keys of the static inputs, which no place may keep.
         retry: True to repeat a recording that leaves tensors, after a warmup, which may fill a cache.
         passes_carried: True if calls can pass the tensors that runs leave in attributes (see `carried`).
@@ -46,7 +46,7 @@ class ModuleState(PythonState):
         module: nn.Module,
         device: GraphDevice,
         pool: GraphPool,
-        counted: RepeatedChanges,
+        repeated: RepeatedChanges,
         inputs: Collection[int],
         *,
         retry: bool,
@@ -62,18 +62,18 @@ class ModuleState(PythonState):
         # By their dotted names, the attributes that a recording left tensors in.
         self._carried_places: dict[str, CarriedPlace] = {}
         self._tried: set[str] | None = set() if retry else None  # labels of recordings that left tensors
-        self._device, self._pool, self._counted = device, pool, counted
+        self._device, self._pool, self._repeated = device, pool, repeated
         self._is_input = functools.partial(in_memory, lambda part: storage_key(part) in inputs)
 
     @property
     def refuses(self) -> bool:  # type: ignore[override]
         """True if the forward changes Python state at every run."""
-        return bool(self._counted.names)
+        return bool(self._repeated.names)
 
     @property
     def sets_flags(self) -> bool:  # type: ignore[override]
-        """True if recordings set done flags. Changes at every run, or in `state_key`, do not count."""
-        return not self._counted.names and not self._counted.in_key and super().sets_flags
+        """True if recordings set done flags. Changes at every run, or in `state_key`, set none."""
+        return not self._repeated.names and not self._repeated.in_key and super().sets_flags
 
     def put_back(self) -> list[str]:
         changes = self.snapshot.changes()
@@ -81,7 +81,7 @@ class ModuleState(PythonState):
             self._carried_places |= {name: place for name, place in places_in(self._module).items() if name in changes}
         kept = [name for name in changes if holds_graph_memory(changes[name], self._device, self._pool)]
         self.put_back_flags()
-        self.snapshot.put_back(self._counted.undone)
+        self.snapshot.put_back(self._repeated.undone)
         kept += self.snapshot.release(self._is_input, caches=False)
         return _names_in_code(self._module, kept)
 
@@ -183,8 +183,8 @@ _READERS: dict[str, Callable[[Any], Any]] = {
 class RepeatedChanges:
     """Finds the Python state of a module that every run changes, such as a counter.
 
-    A change counts if both the first eager run and the first captured run of a size make it. So caches do not count,
-    which only the first run fills, nor changes by eager breaks, which captured runs do not run. Positions, which no
+    A change is repeated if both the first eager run and the first captured run of a size make it: not the filling of a
+    cache by the first run alone, nor a change by an eager break, which captured runs do not run. Positions, which no
     capture could undo, are compared at eager runs only, until a run leaves them unchanged.
 
     Attributes:

@@ -79,7 +79,7 @@ class _Sources:
         leading: slots that lead to tensors and modules; None if there are none.
         values: the values of all other slots, grouped by the attribute or the container that leads to them.
         entries: the expected attributes of modules, in the order in which the modules are read.
-        uncovered: the token of the latest comparison, followed by those of `values` that it does not cover.
+        unchecked: the token of the latest comparison, followed by those of `values` that it does not check.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class _Sources:
         self.leading = Slots(of_modules, leading) if leading else None
         self.values = [SlotValues(of_modules, chains) for chains in _chains_by_start(of_modules, to_values)]
         self.entries: list[_ModuleEntries] = []
-        self.uncovered: list[Any] = [None]
+        self.unchecked: list[Any] = [None]
 
 
 def _chains_by_start(
@@ -103,7 +103,7 @@ def _chains_by_start(
 ) -> Iterable[list[Sequence[Link]]]:
     """Group chains of links by the attribute of a module, or else by the container, at which they begin.
 
-    No comparison covers the objects that a function reaches, so they are one group.
+    No comparison checks the objects that a function reaches, so they are one group.
     """
     of_modules = set(map(id, attributes))
     groups: dict[tuple[int, Any], list[Sequence[Link]]] = {}
@@ -168,7 +168,7 @@ class _ExpectedValues:
 
     Args:
         values: all values that are read.
-        ignored: the indices of values that do not count.
+        unguarded: the indices of values that are not guarded.
         opened: the indices of containers. Their length and their slots are compared, not their identity.
 
     Attributes:
@@ -182,14 +182,14 @@ class _ExpectedValues:
         ids: their ids.
     """
 
-    def __init__(self, values: list[Any], ignored: Collection[int], opened: Collection[int]) -> None:
-        counted = [at for at in range(len(values)) if at not in ignored]
+    def __init__(self, values: list[Any], unguarded: Collection[int], opened: Collection[int]) -> None:
+        guarded = [at for at in range(len(values)) if at not in unguarded]
         tensors = {
             at
-            for at in counted
+            for at in guarded
             if issubclass(type(values[at]), Tensor) and (is_wrapper(values[at]) or has_address(values[at]))
         }
-        rest = [at for at in counted if at not in tensors and at not in opened]
+        rest = [at for at in guarded if at not in tensors and at not in opened]
         numbers = [at for at in rest if type(values[at]) in SETTINGS]
         modules = [at for at in rest if issubclass(type(values[at]), nn.Module)]
         self.tensors_at = getter(sorted(tensors))
@@ -254,7 +254,7 @@ class Reading:
     """Compares the tensors, modules, hooks and other objects of a module with those at the reading's construction.
 
     Settings, functions and modes are read again only if the version of a module's attributes changed, and only if the
-    call's `Comparison` does not cover them. Tensors are read at every call, since they may be moved without a change of
+    call's `Comparison` does not check them. Tensors are read at every call, since they may be moved without a change of
     the dict that holds them.
 
     A reading keeps the dicts of submodules alive, but no tensor. Once a submodule is gone, the reading releases
@@ -265,7 +265,7 @@ class Reading:
         links: chains of links to objects that are compared beside parameters, buffers, children and hooks.
         owned: tensors without another known owner.
         watched: tensors whose values are compared.
-        carried_places: places, as (id of the dict, key), in which runs leave tensors: their values do not count.
+        carried_places: places, as (id of the dict, key), in which runs leave tensors: their values are not guarded.
         with_gradients: ids of tensors whose gradients are compared as well.
 
     Attributes:
@@ -288,7 +288,7 @@ class Reading:
         self._registry_versions: list[int] | None = None  # versions of registries, when their names were last read
         self._attribute_versions: list[int] | None = None  # versions of modules' attributes, when these were last read
         self._own_version = 0  # the version of the module's own attributes then
-        self._covered_by: object = None  # the token of a comparison that compares all other attribute versions itself
+        self._checked_by: object = None  # the token of a comparison that compares all other attribute versions itself
         self._moment: object = None  # the moment of the clock of versions when everything was last read and compared
         # Hooks, forwards, and tensors that others keep or watch.
         hooks: list[dict[int, Any]] = [vars(module)[name] for module in modules for name in HOOKS]
@@ -316,10 +316,10 @@ class Reading:
             for registry, names in zip(registries, self._reader.names, strict=True)
             for name in names
         ]
-        ignored = {at for at, place in enumerate(places) if place in carried_places}
+        unguarded = {at for at, place in enumerate(places) if place in carried_places}
         slots = sources[0].leading
         opened = {self._lengths[0] + at for at in slots.opened} if slots is not None else set()
-        self._expected = _ExpectedValues(values, ignored, opened)
+        self._expected = _ExpectedValues(values, unguarded, opened)
         sources[0].entries = _entries_in_order(modules, entries, self._expected.modules_at(values))
         # Where the tensors are expected to be.
         found = self._expected.tensors_at(values)
@@ -434,18 +434,18 @@ class Reading:
             if read is None:
                 return False
             registries, values = read
-            # Values of slots, except those that the comparison covers.
-            token, *uncovered_before = sources.uncovered
+            # Values of slots, except those that the comparison checks.
+            token, *unchecked_before = sources.unchecked
             is_new = comparison is None or comparison.token is not token
-            uncovered: list[SlotValues] = []
-            for slot_values in sources.values if is_new else uncovered_before:
+            unchecked: list[SlotValues] = []
+            for slot_values in sources.values if is_new else unchecked_before:
                 containers = slot_values.containers_if_same([attributes, *sources.attributes])
                 if containers is None:
                     return False
-                if is_new and comparison is not None and not comparison.covers(containers, attributes):
-                    uncovered.append(slot_values)
+                if is_new and comparison is not None and not comparison.checks(containers, attributes):
+                    unchecked.append(slot_values)
             if is_new and comparison is not None:
-                sources.uncovered[:] = comparison.token, *uncovered
+                sources.unchecked[:] = comparison.token, *unchecked
             # Names in registries: two parameters may have swapped their names.
             if not is_quiet:
                 reader = self._reader
@@ -465,12 +465,12 @@ class Reading:
                 if list(map(type, numbers)) != expected.number_types or numbers != expected.numbers:
                     return False
             # Attributes of modules, watched tensors and forwards.
-            is_covered = (
+            is_checked = (
                 comparison is not None
-                and comparison.token is self._covered_by
+                and comparison.token is self._checked_by
                 and version(attributes) == self._own_version
             )
-            if not is_covered and not self._same_attributes(attributes, expected.modules_at(values), comparison):
+            if not is_checked and not self._same_attributes(attributes, expected.modules_at(values), comparison):
                 return False
             if self._watched and not all(map(_is_same, self._watched)):
                 return False
@@ -509,6 +509,6 @@ class Reading:
         self._attribute_versions = taken
         # Reordering an OrderedDict does not change its version.
         has_orders = self._reader.values_of is not gc.get_referents
-        if taken is not None and comparison is not None and not has_orders and comparison.covers_versions(dicts[1:]):
-            self._own_version, self._covered_by = taken[0], comparison.token
+        if taken is not None and comparison is not None and not has_orders and comparison.checks_versions(dicts[1:]):
+            self._own_version, self._checked_by = taken[0], comparison.token
         return True

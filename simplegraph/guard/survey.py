@@ -70,7 +70,7 @@ class Survey:
         self.tensors: dict[str, HeldTensor] = {}
         self.generators: dict[str, torch.Generator] = {}
         self.links: list[tuple[Link, ...]] = []
-        self.carried = carried_by(module).exempt()
+        self.carried = carried_by(module).unguarded()
         roots: list[Any] = [module]
         policy = _POLICY
         if isinstance(module, FunctionModule):

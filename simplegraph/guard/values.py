@@ -38,7 +38,7 @@ MAX_DEPTH = 8  # the deepest nesting of tuples
 HEAP_TYPE = 1 << 9  # a flag of classes that Python made at run time, not C
 CompiledModule: Any = torch._C.ScriptModule  # the class of a TorchScript module's object in C++
 SCRIPTS = (CompiledModule, torch.jit.ScriptFunction)
-_MAX_BYTES = 4096  # of the largest array whose values count; a call compares one in about a microsecond
+_MAX_BYTES = 4096  # of the largest array whose values are guarded; a call compares one in about a microsecond
 _DIRECT = frozenset({type(None), bool, int, str, bytes})
 _DIRECT |= {torch.dtype, torch.device, torch.layout, torch.memory_format}
 # Classes of immutable values that their text determines.
@@ -159,7 +159,7 @@ def buffer_key(value: Any) -> Hashable | None:
 
 
 def is_small_array(value: Any) -> bool:
-    """True for a NumPy array that is small enough for its values to count."""
+    """True for a NumPy array that is small enough for its values to be guarded."""
     numpy = sys.modules.get("numpy")
     return numpy is not None and type(value) is numpy.ndarray and buffer_key(value) is not None
 

@@ -567,7 +567,7 @@ def test_a_reading_keeps_no_container_once_a_submodule_is_gone(device):
     module.held = held = Held([None])
     kept = weakref.ref(held)
     comparison = types.SimpleNamespace(
-        token=object(), moment=None, covers=lambda *_: False, covers_versions=lambda _: False
+        token=object(), moment=None, checks=lambda *_: False, checks_versions=lambda _: False
     )
     read = reading.Reading(list(module.modules()), [((held, 0, None),)])
     assert read.same(vars(module), comparison)

@@ -850,8 +850,8 @@ MUTANTS = [
     Mutant(
         "what a capture noted is forgotten when another size fails",
         "guard/python_effects.py",
-        "        self.put_back_flags()\n        self.snapshot.put_back(self._counted.undone)\n",
-        "        self.snapshot.put_back(self._counted.undone)\n",
+        "        self.put_back_flags()\n        self.snapshot.put_back(self._repeated.undone)\n",
+        "        self.snapshot.put_back(self._repeated.undone)\n",
         ONCE,
     ),
     Mutant(
@@ -2076,7 +2076,7 @@ MUTANTS = [
     Mutant(
         "two proofs with one value show that the forward does not read what a break sets",
         "guard/place_history.py",
-        "if place in counted or before[place] != may_be_read[place]}",
+        "if place in guarded or before[place] != may_be_read[place]}",
         "if True}",
         ("tests/graph/breaks/test_side_effects.py",),
     ),
