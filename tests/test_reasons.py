@@ -6,7 +6,7 @@ import pickle
 import string
 
 from simplegraph.base.reasons import CannotBind, Reason
-from simplegraph.serve import proof
+from simplegraph.serve import call_proof
 
 
 class TestReason:
@@ -33,7 +33,7 @@ class TestReason:
 
     def test_a_remedy_is_the_one_that_the_warning_has(self):
         assert Reason.PADDING_SHOWS.text.endswith("; set padding=False, or declare pad_values")
-        assert "set padding=False, or declare pad_values;" in proof._REMEDY
+        assert "set padding=False, or declare pad_values;" in call_proof._REMEDY
 
     def test_wrapper_reasons_exist(self):
         needed = (

@@ -195,7 +195,7 @@ class Undo(contextlib.ExitStack):
     def watch(self, module: Any, *, code: bool = False, plain: PlainState | None = None) -> Snapshot:
         """Also restore the Python state below a module; `code` is as for `Snapshot`.
 
-        During `plain.serving`, what another thread sets meanwhile stays.
+        During `plain.capture_or_proof`, what another thread sets meanwhile stays.
         """
         snapshot = Snapshot(module, code=code)
 

@@ -101,7 +101,7 @@ class CallTable:
                 f"state_key returned {state!r}, which cannot be hashed, so states could not be told apart. "
                 "Return numbers, strings, or tuples of them."
             ) from None
-        context = autocast, state, settings, modes, gradients, self.plain.now(module)
+        context = autocast, state, settings, modes, gradients, self.plain.read_values(module)
         reader = self.reader(module)
         try:
             size, args, signature = reader.read(leaves, names, spec, context, device)

@@ -173,12 +173,12 @@ class Plan:
                 read, releases = None, self.device.cache_releases() if reading.shows_releases else None
                 is_there = releases is not None and releases == reading.cache_releases
                 if not is_there:
-                    read = reading.tensors(attributes)
+                    read = reading.read_if_in_place(attributes)
                     if read is not None:
                         is_there, reading.cache_releases = True, releases
                 if is_there:
                     result = self.replay(leaves, copies)
-                    is_same = comparison.holds(attributes) and reading.same(attributes, comparison, read)
+                    is_same = comparison.holds(attributes) and reading.holds(attributes, comparison, read)
                     is_same = is_same and settings.hold()
                     if is_same and self._indices is not None:
                         self._indices.check(sources)

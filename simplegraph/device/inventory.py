@@ -35,7 +35,7 @@ def take_inventory(
         return None
     # Loaded only if there is a driver.
     from simplegraph.device.cuda.inventory.places import Places, device_memory, read_inventory
-    from simplegraph.device.kernels import launched_by_torch
+    from simplegraph.device.kernel_names import launched_by_torch
 
     driver, cuda = cuda_driver(), device
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from simplegraph.base.errors import ConfigError
-from simplegraph.device.kernels import readable
+from simplegraph.device.kernel_names import readable
 from simplegraph.doctor.attach import CaptureReading, graph_source
 from simplegraph.doctor.owners import Blocks, MemoryOwner, MemorySurvey, State, Use, credible, judge
 from simplegraph.manager.stats import counted

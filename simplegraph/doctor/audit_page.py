@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from simplegraph.device.kernels import readable
+from simplegraph.device.kernel_names import readable
 from simplegraph.doctor.page import amount, document, heading, paragraph, table, text, tiles
 from simplegraph.manager.stats import counted
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.multiprocessing import reductions
 
 from simplegraph.base.walk import REGISTERED, Policy, Walk, all_tensors, items_of
-from simplegraph.device.kernels import launched_by_torch
+from simplegraph.device.kernel_names import launched_by_torch
 
 # Typed loosely because torch leaves it untyped.
 _weak_reference: Callable[[torch.UntypedStorage], Any] = reductions.StorageWeakRef

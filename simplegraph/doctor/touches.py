@@ -10,7 +10,7 @@ from torch import nn
 
 from simplegraph.base.tensors import has_address, parts
 from simplegraph.device.inventory import take_inventory
-from simplegraph.device.kernels import readable
+from simplegraph.device.kernel_names import readable
 from simplegraph.device.protocol import Inventory, MemoryKind, MemorySpan, Touch
 from simplegraph.guard.survey import held_tensors
 from simplegraph.manager.manager import CudaGraphManager

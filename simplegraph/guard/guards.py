@@ -149,7 +149,7 @@ class CapturedState:
     def moved(self) -> bool:
         """True if any state that the graphs read was moved. A call checks the `reading` first, which is faster."""
         module, reading = self.module(), self.reading
-        if reading is not None and module is not None and reading.same(vars(module)):
+        if reading is not None and module is not None and reading.holds(vars(module)):
             return False
         self.reading = None
         survey = self._survey()

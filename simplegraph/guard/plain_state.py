@@ -38,7 +38,7 @@ class PlainState:
     is guarded again once a run leaves it unchanged or other code changes it. A place with ever new values is unguarded
     if no code names it; else its calls run eagerly.
 
-    Each step looks at the values, tells the history who changed them, and makes the key.
+    Each step reads the values, tells the history who changed them, and makes the key.
 
     Args:
         breaks: True if values that eager breaks read are guarded as well, since graphs hold them.
@@ -46,7 +46,7 @@ class PlainState:
 
     Attributes:
         comparisons: at most one, which determines the values of a call while it holds and has a key.
-        must_look: True if every call must read all values, since some of them are unguarded at present.
+        must_read: True if every call must read all values, since some of them are unguarded at present.
         calls: the number of calls since the first one was read, for windows of calls.
     """
 
@@ -56,13 +56,13 @@ class PlainState:
         self._reader = HolderReader(self._places, breaks=breaks)
         self._history = PlaceHistory(self._places, proves=proves)
         self.comparisons = self._reader.comparisons
-        self.must_look = False
+        self.must_read = False
         self.calls = 0
-        self._asked = self._reader.key  # what `now` returned last
-        self._is_serving = False  # captures and proofs are made
-        self._served: dict[str, Entries] = {}  # the entries before captures and proofs
+        self._values_read = self._reader.key  # what `read_values` returned last
+        self._is_capture_or_proof = False  # captures and proofs are made
+        self._entries_before: dict[str, Entries] = {}  # the entries before captures and proofs
         self._changed: set[Place] = set()  # places that the real run before the latest captures changed
-        self._is_unread = False  # runs were not looked at since the last look
+        self._is_unread = False  # runs were not observed since the values were read last
         self._lengths: list[tuple[ValueHolder, int]] = []  # of the containers that runs fill, after the latest run
 
     @property
@@ -77,9 +77,9 @@ class PlainState:
             CannotBind: a place takes new values all the time.
         """
         # While another thread captures, its runs change values: the call waits for it, and asks again.
-        return None if self._is_serving else self._values(module)
+        return None if self._is_capture_or_proof else self._values(module)
 
-    def now(self, module: Any) -> PlainValues:
+    def read_values(self, module: Any) -> PlainValues:
         """Return the values that a call finds, if no plan served it.
 
         Raises:
@@ -88,8 +88,8 @@ class PlainState:
         with self._lock:
             own_changes, self._history.own_changes = self._history.own_changes, {}
             self._history.changed_by_others(own_changes, self.calls)
-            self._asked = self._values(module)
-            return self._asked
+            self._values_read = self._values(module)
+            return self._values_read
 
     def reads(self, attribute: str) -> bool:
         """True if code below a call has the name of this attribute, other than to call it as a method."""
@@ -116,14 +116,14 @@ class PlainState:
     @contextlib.contextmanager
     def run(self, module: Any, *, is_read: bool = False) -> Iterator[None]:
         """Surround a run of the module, which makes all changes meanwhile; `is_read` if its call was just read."""
-        if not (self.comparisons or self._is_serving):  # no call of it was read
+        if not (self.comparisons or self._is_capture_or_proof):  # no call of it was read
             yield
             return
         with self._lock:
-            if self._is_unread and not self._is_serving:
+            if self._is_unread and not self._is_capture_or_proof:
                 self._catch_up(module)
-            changes = {} if is_read else self._reader.look(module)
-            if not self._is_serving:
+            changes = {} if is_read else self._reader.read_changes(module)
+            if not self._is_capture_or_proof:
                 self._history.changed_by_others(changes, self.calls)
                 self._reader.close(module, self._history.new_values.containers())
                 self._make_key()
@@ -133,13 +133,13 @@ class PlainState:
             is_complete = True
         finally:
             with self._lock:
-                self._reader.look(module)
+                self._reader.read_changes(module)
                 # Eager breaks do not run in captures.
                 is_whole = is_complete and not isinstance(ACTIVE.recorder, SegmentRecorder)
                 changes = changes_between(before, self._reader.entries)
                 self._reader.guarded_again |= self._history.changed_by_run(changes, self.calls, is_whole=is_whole)
                 self._use_unguarded()
-                if not self._is_serving:
+                if not self._is_capture_or_proof:
                     self._make_key()
                 self._lengths = []
                 if self._history.filled:
@@ -147,7 +147,7 @@ class PlainState:
 
     @contextlib.contextmanager
     def unread_run(self) -> Iterator[None]:
-        """Surround a run at which nothing is looked: what has changed by the next look, runs may have changed."""
+        """Surround a run at which no value is read: what has changed by the next reading, runs may have changed."""
         self.calls += 1
         self._is_unread = True
         try:
@@ -159,12 +159,12 @@ class PlainState:
         """Name the containers that runs fill, and whose lengths have changed since the latest run."""
         return {holder.name for holder, length in self._lengths if holder.length() != length}
 
-    def claim(self, module: Any) -> None:
+    def attribute_to_breaks(self, module: Any) -> None:
         """Attribute changes since the key was read to eager breaks of a replay, and so to the module."""
         with self._lock:
-            self._history.changed_by_breaks(self._reader.look(module), self.calls)
+            self._history.changed_by_breaks(self._reader.read_changes(module), self.calls)
             self._use_unguarded()
-            if not self._is_serving:
+            if not self._is_capture_or_proof:
                 self._make_key()
 
     def note_equal(self, before: dict[Place, Any]) -> bool:
@@ -176,28 +176,28 @@ class PlainState:
         return self._history.breaks.set_by_latest_run()
 
     @contextlib.contextmanager
-    def serving(self, module: Any, *, claims: bool) -> Iterator[None]:
+    def capture_or_proof(self, module: Any, *, breaks: bool) -> Iterator[None]:
         """Surround captures and proofs, which undo the changes of their runs: those are no changes by other code.
 
         Args:
             module: the module.
-            claims: True to attribute changes meanwhile to the module, as with eager breaks, which replays run, too.
+            breaks: True to attribute changes meanwhile to the module, as with eager breaks, which replays run, too.
 
         Raises:
-            CannotBind: another thread has changed the values of the call since `now` returned them.
+            CannotBind: another thread has changed the values of the call since `read_values` returned them.
         """
         with self._lock:
-            if self._values(module) is not self._asked:
+            if self._values(module) is not self._values_read:
                 raise CannotBind(Reason.WARMUP, "other code changed what the call reads")
-            before = self._served = self._reader.entries
-            self._is_serving = True
+            before = self._entries_before = self._reader.entries
+            self._is_capture_or_proof = True
         try:
             yield
         finally:
             with self._lock:
-                self._is_serving = False
-                since = self._reader.look(module)
-                if claims:
+                self._is_capture_or_proof = False
+                since = self._reader.read_changes(module)
+                if breaks:
                     self._history.changed_by_breaks(since, self.calls)
                     self._use_unguarded()
                 self._history.changed_by_others(self._guarded_changes(before), self.calls)
@@ -210,23 +210,24 @@ class PlainState:
             CannotBind: a run changed them for the first time; captures find values that change each time.
         """
         with self._lock:
-            self._reader.look(module)
+            self._reader.read_changes(module)
             guarded_again = self._reader.guarded_again
-            changed = {place for place in self._guarded_changes(self._served) if not is_among(place, guarded_again)}
+            changes = self._guarded_changes(self._entries_before)
+            changed = {place for place in changes if not is_among(place, guarded_again)}
             before, self._changed = self._changed, changed
             for place in changed - before:
                 raise CannotBind(Reason.PYTHON_STATE, place_name(place))
 
     def set_by_others(self, module: Any) -> list[tuple[dict[Any, Any], Any, Any]]:
-        """List the attributes that other code than the runs has set since `serving` began: their dict, name and value.
+        """List the attributes that other code has set since `capture_or_proof` began: their dict, name and value.
 
         Those whose names code below the call sets are not listed, since a run may set them.
         """
         with self._lock:
-            self._reader.look(module)
+            self._reader.read_changes(module)
             holders = {holder.name: holder for comparison in self.comparisons for holder in comparison.holders}
             code, found = self._places.code, []
-            for name, key in self._guarded_changes(self._served):
+            for name, key in self._guarded_changes(self._entries_before):
                 if name not in holders or holders[name].is_container:
                     continue
                 if type(key) is str and key.isidentifier() and not (code is not None and code.sets(key)):
@@ -237,7 +238,7 @@ class PlainState:
 
     @contextlib.contextmanager
     def keeping_others(self, module: Any) -> Iterator[list[tuple[dict[Any, Any], Any, Any]]]:
-        """Surround what restores Python state during `serving`: what other code has set stays, and is listed."""
+        """Surround what restores Python state in `capture_or_proof`: what other code has set stays, and is listed."""
         others = self.set_by_others(module)
         yield others
         for attributes, name, value in others:
@@ -247,12 +248,12 @@ class PlainState:
         with self._lock:
             if self._is_unread:
                 self._catch_up(module)
-            self._history.changed_by_others(self._reader.look(module), self.calls)
+            self._history.changed_by_others(self._reader.read_changes(module), self.calls)
             self._history.new_values.guard_again(self.calls)
             self._reader.close(module, self._history.new_values.containers())
             self._make_key()
             if not self.comparisons:
-                raise CannotBind(Reason.PYTHON_STATE, "what the call reads changes while it is looked at")
+                raise CannotBind(Reason.PYTHON_STATE, "what the call reads changes while it is read")
             if self._reader.refused:
                 raise CannotBind(Reason.PYTHON_STATE, self._reader.refused)
             if self._history.new_values.volatile:
@@ -262,7 +263,7 @@ class PlainState:
     def _make_key(self) -> None:
         """Make the key of the present values, unless they have one."""
         self._use_unguarded()
-        self.must_look = bool(self._history.new_values.unguarded or self._history.new_values.volatile)
+        self.must_read = bool(self._history.new_values.unguarded or self._history.new_values.volatile)
         self._reader.make_key()
 
     def _use_unguarded(self) -> None:
@@ -275,7 +276,7 @@ class PlainState:
         return {place: change for place, change in changes.items() if not is_among(place, self._reader.unguarded)}
 
     def _catch_up(self, module: Any) -> None:
-        """Sort what changed since the last look, around runs at which nothing was looked.
+        """Sort what changed since the values were read last, around runs at which none were read.
 
         Runs changed the places that every run changes; other code may have changed the others.
         """
@@ -283,7 +284,7 @@ class PlainState:
         own: Changes = {}
         others: Changes = {}
         by_others = self.filled_by_others()
-        for place, values in self._reader.look(module).items():
+        for place, values in self._reader.read_changes(module).items():
             is_own = is_among(place, self._history.effects) and place[0] not in by_others
             (own if is_own else others)[place] = values
         self._history.changed_by_run(own, self.calls, is_whole=False)
@@ -306,7 +307,7 @@ class HolderReader:
         breaks: True if values that eager breaks read are guarded as well, since graphs hold them.
 
     Attributes:
-        entries: the values of the latest look, by the holder's name; replaced by another dict once one changes.
+        entries: the values that were read last, by the holder's name; replaced by another dict once one changes.
         refused: why there is no key; else empty.
         scripts: names of the TorchScript modules and functions that calls lead to.
         comparisons: at most one, of the present values; it has their key once that is made. It is cleared once an
@@ -332,7 +333,7 @@ class HolderReader:
         self._roots: list[int] = []  # ids of the modules that a function reaches
         self._deaths: list[weakref.ref[Any]] = []  # they call back when an object ends whose attributes are kept alive
 
-    def look(self, module: Any) -> Changes:
+    def read_changes(self, module: Any) -> Changes:
         """Read the holders that moved since the last time; return the changes."""
         before, attributes = self.entries, own_dict(module) or {}
         try:
@@ -349,7 +350,7 @@ class HolderReader:
             self._closed = containers
             self.comparisons.clear()
             self.entries = {}
-            self.look(module)
+            self.read_changes(module)
 
     def _read_moved(self, module: Any, attributes: dict[str, Any]) -> bool:
         """Read the holders that moved; False if there is a new object to open, or an object is no longer reached."""

@@ -258,7 +258,7 @@ class Reading:
     the dict that holds them.
 
     A reading keeps the dicts of submodules alive, but no tensor. Once a submodule is gone, the reading releases
-    everything, and `same` returns False from then on.
+    everything, and `holds` returns False from then on.
 
     Args:
         modules: the module first, then everything below it.
@@ -364,7 +364,7 @@ class Reading:
         except Exception:  # a survey finds the cause
             return None
 
-    def tensors(self, attributes: dict[str, Any]) -> Sequence[Any] | None:
+    def read_if_in_place(self, attributes: dict[str, Any]) -> Sequence[Any] | None:
         """Read the module, and compare its tensors: where they are, and their layouts.
 
         If this returns a value, a graph may be launched: every address that it reads is still valid, which takes the
@@ -372,7 +372,7 @@ class Reading:
         in `_read`, which would be one more call at every replay.
 
         Returns:
-            What `same` needs; None if a tensor was moved, replaced or laid out anew, or cannot be read.
+            What `holds` needs; None if a tensor was moved, replaced or laid out anew, or cannot be read.
         """
         try:
             sources = self._sources[0]
@@ -403,7 +403,7 @@ class Reading:
         except Exception:  # a survey finds the cause
             return None
 
-    def same(
+    def holds(
         self, attributes: dict[str, Any], comparison: Comparison | None = None, read: Sequence[Any] | None = None
     ) -> bool:
         """True if nothing changed. State that cannot be read counts as changed.
@@ -411,7 +411,7 @@ class Reading:
         Args:
             attributes: the module's own attributes.
             comparison: the comparison that held for this call; None if there is none.
-            read: what `tensors` returned for this call; None to compare them now.
+            read: what `read_if_in_place` returned for this call; None to compare them now.
         """
         try:
             sources, expected = self._sources[0], self._expected
@@ -430,7 +430,7 @@ class Reading:
             is_quiet = moment is not None and moment is self._moment  # no dict whose version was taken has changed
             # What is noted for a moment must be read after it.
             if read is None or not (is_quiet or moment is None):
-                read = self.tensors(attributes)
+                read = self.read_if_in_place(attributes)
             if read is None:
                 return False
             registries, values = read

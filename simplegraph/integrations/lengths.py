@@ -25,7 +25,7 @@ from simplegraph.guard.guards import any_requires_grad
 from simplegraph.integrations.rehearsal import RunEffects, observe_run, rehearse
 from simplegraph.manager.replay_proof import EXACT, first_difference, leaf_difference
 from simplegraph.manager.stats import CaptureSummary
-from simplegraph.serve.proof import first_distance
+from simplegraph.serve.call_proof import first_distance
 
 _COST = 100.0  # the assumed time of a comparison, in calls
 _COMPARED = 2  # padded calls of a kind, with different lengths, that are compared before a call is served

@@ -22,7 +22,7 @@ from simplegraph.base.failures import Remedy, remedy_in_reach
 from simplegraph.base.reasons import explain_command
 from simplegraph.base.walk import all_tensors
 from simplegraph.device.inventory import take_inventory
-from simplegraph.device.kernels import launched_by_torch, readable
+from simplegraph.device.kernel_names import launched_by_torch, readable
 from simplegraph.device.protocol import CAPTURE_LOCK, Inventory, MemoryKind, MemorySpan, Touch
 from simplegraph.manager.capture import GraphCapture
 from simplegraph.manager.stats import CaptureSummary

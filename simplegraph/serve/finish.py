@@ -16,7 +16,7 @@ from simplegraph.guard.functions import computes_gradients
 from simplegraph.program.breaks.break_calls import HOLD_MORE, Break, ResultChanged, shown
 from simplegraph.program.breaks.eager import FinishedBreaks
 from simplegraph.program.breaks.marks import breaking_operators
-from simplegraph.serve.proof import GraphOwner
+from simplegraph.serve.call_proof import GraphOwner
 
 
 def breaks_to_finish(owner: GraphOwner, call: Call, error: ResultChanged) -> FinishedBreaks:

@@ -55,7 +55,7 @@ from simplegraph.manager.stats import CaptureSummary, GraphReport, GraphStats, r
 from simplegraph.program.breaks.break_calls import ResultChanged
 from simplegraph.program.breaks.marks import recording_breaks
 from simplegraph.serve.builder import GraphBuilder
-from simplegraph.serve.proof import prove
+from simplegraph.serve.call_proof import prove
 
 if TYPE_CHECKING:
     from simplegraph.distributed.group import RankGroup
@@ -325,7 +325,7 @@ class GraphRunner:
                 plain = calls.plain
                 plain.calls += 1
                 # Another thread may clear the comparisons.
-                comparison = None if plain.must_look else next(iter(plain.comparisons), None)
+                comparison = None if plain.must_read else next(iter(plain.comparisons), None)
                 if comparison is not None and comparison.key is not None and layouts[0].launches_early:
                     values, late = comparison.key, comparison
                 elif comparison is not None and comparison.key is not None and comparison.holds(vars(module)):
@@ -384,14 +384,14 @@ class GraphRunner:
                         result = plan.launch_early(leaves, copies, attributes, reading, late, layout.settings)
                         if result is CHECK_FIRST:
                             break
-                    elif not reading.same(attributes, comparison):
+                    elif not reading.holds(attributes, comparison):
                         continue  # the slow way finds what changed, and if it counts
                     else:
                         try:
                             result = plan.replay(leaves, copies)
                         finally:
                             if plan.program.breaks:
-                                calls.plain.claim(module)
+                                calls.plain.attribute_to_breaks(module)
                         if plan.calls_to_check_first > 0:
                             plan.note_checked()
                         layout.launches_early = not plan.calls_to_check_first
@@ -527,7 +527,7 @@ class GraphRunner:
                 raise
             with builder.manager.pool.lock:
                 try:
-                    with calls.plain.serving(module, claims=call.breaks):
+                    with calls.plain.capture_or_proof(module, breaks=call.breaks):
                         return self._serve(builder, call)
                 except CannotBind as error:
                     error.size = call.batch
@@ -720,7 +720,7 @@ class GraphRunner:
                     if following:  # no request waits for it
                         self._record.forgive()
                     self._drop_if_stale(builder)
-                    with builder.manager.pool.lock, self._calls.plain.serving(module, claims=call.breaks):
+                    with builder.manager.pool.lock, self._calls.plain.capture_or_proof(module, breaks=call.breaks):
                         summary = builder.capture_sizes(call, following=following)
                     if self.carried.stale and remaining_runs:
                         self.relearn()

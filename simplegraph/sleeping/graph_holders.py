@@ -15,7 +15,7 @@ from simplegraph.base.tensors import has_address
 from simplegraph.base.tensors import parts as parts_of
 from simplegraph.call.call import Graphed
 from simplegraph.device.inventory import take_inventory
-from simplegraph.device.kernels import readable
+from simplegraph.device.kernel_names import readable
 from simplegraph.device.protocol import Inventory, MemoryKind, MemorySpan
 from simplegraph.guard.survey import held_tensors
 from simplegraph.manager.manager import CudaGraphManager

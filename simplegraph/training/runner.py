@@ -29,7 +29,7 @@ from simplegraph.manager.lifecycle import CapturedGraph
 from simplegraph.manager.manager import CudaGraphManager
 from simplegraph.manager.replay_proof import Effects, ReplayProof
 from simplegraph.manager.stats import GraphReport, GraphStats
-from simplegraph.serve.proof import learn_writes
+from simplegraph.serve.call_proof import learn_writes
 from simplegraph.serve.runner import GraphRunner
 from simplegraph.training.builder import PairBuilder
 from simplegraph.training.notes import keeps_graph, refuse_hooks

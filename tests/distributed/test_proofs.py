@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import simplegraph as sg
-from simplegraph.serve import proof
+from simplegraph.serve import call_proof
 from tests.distributed.launch import run_ranks, values
 from tests.distributed.models import SIZES, InPlace, batch, expected
 
@@ -28,7 +28,7 @@ class Scaled(InPlace):
 
 def compare_now_and_then(rank: int, size: int) -> dict[str, Any]:
     costs = []
-    proof.first_distance = lambda cost, verify: costs.append(cost) or 4  # type: ignore[func-returns-value]
+    call_proof.first_distance = lambda cost, verify: costs.append(cost) or 4  # type: ignore[func-returns-value]
     model = sg.wrap(
         Scaled(rank, size).eval(), capture_sizes=SIZES, ranks=sg.RankGroup(timeout=30), verify=1, progress=False
     )
@@ -50,7 +50,7 @@ def test_ranks_compare_at_the_same_replays_and_give_up_together_what_differs_on_
     first, second = values(run_ranks(compare_now_and_then, 2))
     assert first["compared"] == second["compared"] == [0, 5, 14, 15]  # padded, and then at the exact size, too
     assert (first["different"], second["different"]) == (0, 2)  # of the replays between a change and its discovery
-    assert first["costs"] == second["costs"] == {proof._COST_WITH_RANKS}  # no clock, which would differ
+    assert first["costs"] == second["costs"] == {call_proof._COST_WITH_RANKS}  # no clock, which would differ
     for found in (first, second):
         (text,) = found["failures"].values()
         assert "on rank 1" in text

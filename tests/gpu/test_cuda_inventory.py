@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
 import simplegraph as sg
-from simplegraph.device.kernels import launched_by_torch
+from simplegraph.device.kernel_names import launched_by_torch
 from simplegraph.device.protocol import Inventory, MemoryKind
 
 triton = pytest.importorskip("triton")

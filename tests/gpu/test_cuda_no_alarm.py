@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import simplegraph as sg
-from simplegraph.device.kernels import launched_by_torch
+from simplegraph.device.kernel_names import launched_by_torch
 from simplegraph.manager.stats import GraphCounters
 from tests.gpu.attention_backends import ATTENTION
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from simplegraph.device import kernels
-from simplegraph.device.kernels import launched_by_torch, readable
+from simplegraph.device import kernel_names
+from simplegraph.device.kernel_names import launched_by_torch, readable
 
 CAT = (
     "_ZN2at6native40_GLOBAL__N__0f1a8107_8_Shape_cu_49f7391c30CatArrayBatchedCopy_vectorizedINS1_10OpaqueTypeILj2EEEj"
@@ -65,7 +65,7 @@ def test_names_are_shown_as_they_were_written() -> None:
 
 
 def test_without_torchs_reader_of_cpp_names_they_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "_demangle", str)
+    monkeypatch.setattr(kernel_names, "_demangle", str)
     readable.cache_clear()
     assert readable(REDUCE) == REDUCE
     readable.cache_clear()

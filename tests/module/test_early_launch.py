@@ -205,7 +205,7 @@ def test_storage_that_lost_its_memory_is_not_read(device):
     size, kept = storage.nbytes(), model.layer.weight.clone()
     storage.resize_(0)
     reading = model._graph_runner.builder.state.reading
-    assert reading.tensors(vars(model)) is None
+    assert reading.read_if_in_place(vars(model)) is None
     storage.resize_(size)
     model.layer.weight.copy_(kept)
     x = inputs(device)
@@ -238,9 +238,9 @@ def release(model):
 def steps(deep, monkeypatch):
     """What calls of `deep` do: they launch a graph, and compare its tensors."""
     steps, table = [], deep.graph_manager.table
-    replay, tensors = table.replay, Reading.tensors
+    replay, tensors = table.replay, Reading.read_if_in_place
     monkeypatch.setattr(table, "replay", lambda *call: steps.append("launch") or replay(*call))
-    monkeypatch.setattr(Reading, "tensors", lambda *call: steps.append("compare") or tensors(*call))
+    monkeypatch.setattr(Reading, "read_if_in_place", lambda *call: steps.append("compare") or tensors(*call))
     return steps
 
 

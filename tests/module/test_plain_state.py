@@ -354,7 +354,7 @@ def test_a_value_that_is_new_in_every_call_is_not_remembered_for_ever() -> None:
     for step in range(600):
         model.value = float(step)
         with contextlib.suppress(CannotBind):
-            state.now(model)
+            state.read_values(model)
     assert max(map(len, state._history.new_values._seen.values())) <= 256
 
 
@@ -434,7 +434,7 @@ def test_what_changes_while_it_is_looked_at_makes_a_call_run_eagerly(monkeypatch
     x, replays = torch.randn(2, 4), model.graph_stats.replays
     assert torch.equal(model(x), sg.unwrap(model)(x))
     assert model.graph_stats.replays == replays
-    assert "what the call reads changes while it is looked at" in str(model.graph_report())
+    assert "what the call reads changes while it is read" in str(model.graph_report())
     monkeypatch.setattr(comparison.ValueHolder, "read", real)
     serve(model)
 

@@ -16,7 +16,7 @@ import simplegraph as sg
 from simplegraph.device import saved_state
 from simplegraph.device.select import graph_device
 from simplegraph.manager import table
-from simplegraph.serve import proof as proofs_of_calls
+from simplegraph.serve import call_proof as proofs_of_calls
 from tests.module.answers import reasons
 
 WIDTH = 6

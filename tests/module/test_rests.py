@@ -41,12 +41,12 @@ def refused(device: torch.device, calls: int) -> tuple[Counting, nn.Module, Tens
 
 def test_looks_become_rare(device: torch.device, no_grad: None, monkeypatch: pytest.MonkeyPatch) -> None:
     plain, wrapped, x = refused(device, _SURE + 200)
-    looks = []
-    look = HolderReader.look
-    monkeypatch.setattr(HolderReader, "look", lambda reader, module: looks.append(1) or look(reader, module))
+    reads = []
+    read = HolderReader.read_changes
+    monkeypatch.setattr(HolderReader, "read_changes", lambda *call: reads.append(1) or read(*call))
     for _ in range(2 * (_MAX_CALLS_UNCHECKED + 1)):
         torch.testing.assert_close(wrapped(x), plain.linear(x), rtol=0, atol=0)
-    assert len(looks) <= 12
+    assert len(reads) <= 12
     assert plain.runs == _SURE + 200 + 2 * (_MAX_CALLS_UNCHECKED + 1)  # every call is a run, and one more learnt of it
     assert wrapped.graph_stats.eager[Reason.CAPTURE_FAILED] == plain.runs - 1
 
@@ -58,7 +58,7 @@ def test_what_ends_the_refusal_is_noticed_after_the_rest(device: torch.device, n
         torch.testing.assert_close(wrapped(x), plain.linear(x))
     assert wrapped.graph_stats.replays > 0
     replays = wrapped.graph_stats.replays
-    plain.scale = 2.0  # a graph serves again, so each call looks
+    plain.scale = 2.0  # a graph serves again, so each call reads
     torch.testing.assert_close(wrapped(x), plain.linear(x) * 2)
     plain.scale = 1.0
     torch.testing.assert_close(wrapped(x), plain.linear(x))
@@ -168,9 +168,9 @@ def test_calls_that_are_refused_before_they_are_read_rest_too_while_graphs_serve
     plain = Scales().to(device).eval()
     wrapped = sg.wrap(plain, capture_sizes=[2, 4], progress=False)
     small, refused = torch.randn(2, 4, device=device), torch.randn(rows, 4, device=device)
-    looks = []
-    look = HolderReader.look
-    monkeypatch.setattr(HolderReader, "look", lambda reader, module: looks.append(1) or look(reader, module))
+    reads = []
+    read = HolderReader.read_changes
+    monkeypatch.setattr(HolderReader, "read_changes", lambda *call: reads.append(1) or read(*call))
     replays = 0
     for scale in (1.0, 2.0, 1.0):
         with torch.no_grad():
@@ -182,11 +182,11 @@ def test_calls_that_are_refused_before_they_are_read_rest_too_while_graphs_serve
         with mode():
             for _ in range(_SURE + 200):
                 wrapped(refused)
-            looks.clear()
+            reads.clear()
             plain.scale = scale
             for _ in range(2 * (_MAX_CALLS_UNCHECKED + 1)):
                 torch.testing.assert_close(wrapped(refused), plain.linear(refused) * scale)
-        assert not looks
+        assert not reads
         plain.eval()
         assert wrapped.graph_stats.replays == replays
     assert reason in wrapped.graph_stats.eager

@@ -327,7 +327,7 @@ def test_a_tensor_that_equals_the_number_or_the_nothing_it_replaces_is_noticed(d
     assert not state.moved()
     owner = module.leaky if "." in name else module
     setattr(owner, name.rpartition(".")[2], torch.tensor(0.5 if value is None else value))
-    assert not state.reading.same(vars(module)) or runner._calls.plain(module) is not values
+    assert not state.reading.holds(vars(module)) or runner._calls.plain(module) is not values
 
 
 def test_training_mode_of_a_child_set_as_an_attribute_is_noticed(device):

@@ -133,8 +133,8 @@ def test_a_child_that_a_thread_adds_after_the_survey_reads_as_changed(device):
     module = nn.Sequential(nn.Linear(6, 6, device=device))
     surveyed = list(module.modules())
     module.append(nn.ReLU())
-    assert not reading.Reading(surveyed, ()).same(vars(module))
-    assert reading.Reading(list(module.modules()), ()).same(vars(module))
+    assert not reading.Reading(surveyed, ()).holds(vars(module))
+    assert reading.Reading(list(module.modules()), ()).holds(vars(module))
 
 
 @pytest.mark.parametrize("with_versions", [True, False])
@@ -570,7 +570,7 @@ def test_a_reading_keeps_no_container_once_a_submodule_is_gone(device):
         token=object(), moment=None, checks=lambda *_: False, checks_versions=lambda _: False
     )
     read = reading.Reading(list(module.modules()), [((held, 0, None),)])
-    assert read.same(vars(module), comparison)
+    assert read.holds(vars(module), comparison)
     del module.held, held, module[0]
     assert kept() is None
 
@@ -587,13 +587,13 @@ def test_what_was_read_before_a_moment_is_not_noted_for_it(device):
     reading, attributes = model._graph_runner.builder.state.reading, vars(model)
     for _ in range(2):
         assert comparison.holds(attributes)
-        assert reading.same(attributes, comparison, reading.tensors(attributes))
-    read = reading.tensors(attributes)
+        assert reading.holds(attributes, comparison, reading.read_if_in_place(attributes))
+    read = reading.read_if_in_place(attributes)
     model[0].extra = torch.ones(6, device=device)
     assert comparison.holds(attributes)
-    reading.same(attributes, comparison, read)  # of either outcome, since the call was under way
+    reading.holds(attributes, comparison, read)  # of either outcome, since the call was under way
     assert comparison.holds(attributes)
-    assert not reading.same(attributes, comparison, reading.tensors(attributes))
+    assert not reading.holds(attributes, comparison, reading.read_if_in_place(attributes))
 
 
 @pytest.mark.skipif(versions.clock is None, reason="before Python 3.12 there is no clock of versions")
