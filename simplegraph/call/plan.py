@@ -31,10 +31,10 @@ from simplegraph.call.inputs import (
 from simplegraph.call.safe_indices import SafeIndices
 from simplegraph.call.shared_outputs import SharedOutputs
 from simplegraph.device.protocol import EARLY_LAUNCH_BLOCKERS
-from simplegraph.guard.comparison import Comparison
 from simplegraph.guard.guards import CapturedState
 from simplegraph.guard.reading import Reading
 from simplegraph.guard.torch_state import TorchSettings
+from simplegraph.guard.value_check import ValueCheck
 from simplegraph.manager.lifecycle import SERVED, CapturedGraph
 from simplegraph.manager.table import ProgramTable
 from simplegraph.program.program import Program
@@ -144,7 +144,7 @@ class Plan:
         copies: Copies,
         attributes: dict[str, Any],
         reading: Reading,
-        comparison: Comparison,
+        comparison: ValueCheck,
         settings: TorchSettings,
     ) -> Any:
         """Launch the graph, and check the call while the GPU works. Call it with the pool's lock held.

@@ -1,13 +1,13 @@
-"""Guards: the state of a module that graphs depend on, and its comparison at each call.
+"""Guards: the state of a module that graphs depend on, and its check at each call.
 
-Two parts of the state are compared. A `Reading` compares tensors, modules, hooks and other objects: if one is moved or
-replaced, graphs are captured again. A `Comparison` compares plain values (numbers, flags, texts): they are a part of a
+Two parts of the state are checked. A `Reading` checks tensors, modules, hooks and other objects: if one is moved or
+replaced, graphs are captured again. A `ValueCheck` checks plain values (numbers, flags, texts): they are a part of a
 call's key, and each set of values has graphs of its own. A place is a holder and a key in it, such as a module's
 attributes and "scale". A place is "moved" once it holds another object.
 
 guards          the tensors and objects that graphs read
 reading         `Reading`: the check of tensors, modules and hooks at every call
-comparison      what holds plain values, and `Comparison`: the check of these values at every call
+value_check     what holds plain values, and `ValueCheck`: the check of these values at every call
 links           the order in which a reading reads attributes and slots
 versions        the versions of dicts, which say when to read a dict again
 plain_state     the plain values that a call reads through Python, as a part of its key: reads what moved of them

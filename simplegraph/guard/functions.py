@@ -340,7 +340,7 @@ class FunctionModule(nn.Module):
 
 
 class ReachedPlaces:
-    """Compares the places that a function may read.
+    """Checks the places that a function may read.
 
     Attributes:
         places: the places.
@@ -350,7 +350,7 @@ class ReachedPlaces:
         self.use([], [])
 
     def use(self, places: list[CodePlace], functions: list[types.FunctionType]) -> None:
-        """Compare these places, and the code of these functions, from now on."""
+        """Check these places, and the code of these functions, from now on."""
         self.places, self._functions = places, functions
         self._codes = list(map(_code_of, functions))
         self._take(

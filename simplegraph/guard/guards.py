@@ -61,7 +61,7 @@ class MemoryRead:
 class CapturedState:
     """Guards of the graphs that were captured from a module: the tensors and objects that they read.
 
-    At each call a `Reading` compares all of them together, and a few more. If it fails, a survey finds the names of the
+    At each call a `Reading` checks all of them together, and a few more. If it fails, a survey finds the names of the
     changes. Only tensors without another known owner are kept alive here.
 
     Args:
@@ -69,7 +69,7 @@ class CapturedState:
 
     Attributes:
         module: a weak reference to the module.
-        reading: the reading that compares the state; None if the module has to be surveyed.
+        reading: the reading that checks the state; None if the module has to be surveyed.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -129,7 +129,7 @@ class CapturedState:
         self._names |= dict.fromkeys(added)
 
     def _new_reading(self, survey: Survey) -> Reading:
-        """Make the reading that compares the present state at every call."""
+        """Make the reading that checks the present state at every call."""
         entries = [
             entry for entry in survey.tensors.values() if self._read.includes(entry) or entry.name in self._gradients
         ]

@@ -36,12 +36,12 @@ from simplegraph.base.walk import (
     slots_of,
 )
 from simplegraph.guard.code_below import CodeBelow, is_packaged
-from simplegraph.guard.comparison import ValueHolder
 from simplegraph.guard.links import HOOKS, REGISTRIES
 from simplegraph.guard.scripted import ScriptedValues, python_below
+from simplegraph.guard.value_check import ValueHolder
 from simplegraph.guard.values import NOT_PLAIN, SCRIPTS, CompiledModule, can_be_referenced, dotted, value_key
 
-_OF_TORCH = frozenset(vars(nn.Module())) | {"_simplegraph", "_simplegraph_optimized"}  # compared in other ways
+_OF_TORCH = frozenset(vars(nn.Module())) | {"_simplegraph", "_simplegraph_optimized"}  # checked in other ways
 # Attributes of torch's that are guarded if no survey sees the module.
 _OF_HIDDEN = frozenset({"training", *REGISTRIES, *HOOKS})
 _OURS = "_simplegraph"  # the prefix of attributes that this library sets

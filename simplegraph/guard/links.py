@@ -17,7 +17,7 @@ from simplegraph.base.objects import identity_hash, own_dict
 
 _get = object.__getattribute__  # past the object's own class
 Link = tuple[Any, Any, Any]  # a holder, a key or index in it, and its value
-SETTINGS = frozenset({type(None), bool, int, float, str})  # types whose values are compared
+SETTINGS = frozenset({type(None), bool, int, float, str})  # types whose values are checked
 REGISTRIES = ("_parameters", "_buffers", "_modules")
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _CONTAINERS = (list, dict, collections.deque)
@@ -28,11 +28,11 @@ Level = tuple[list[int], list[Any], list[tuple[int, bool]]]
 
 
 class AttributeEntries:
-    """Compares the attributes of one module: settings by type and value, everything else by identity.
+    """Checks the attributes of one module: settings by type and value, everything else by identity.
 
     Args:
-        entries: attributes to compare, by name.
-        names: the names of all attributes, including those that are not compared.
+        entries: attributes to check, by name.
+        names: the names of all attributes, including those that are not checked.
     """
 
     def __init__(self, entries: dict[str, Any], names: Iterable[str]) -> None:
@@ -84,8 +84,8 @@ def split_links(
             others.append(chain)
         else:
             entry[name] = value
-    compared = zip(entries, map(vars, modules), strict=True)
-    return [AttributeEntries(expected, attributes) for expected, attributes in compared], always, others
+    checked = zip(entries, map(vars, modules), strict=True)
+    return [AttributeEntries(expected, attributes) for expected, attributes in checked], always, others
 
 
 def _is_opened(value: Any) -> bool:
@@ -139,7 +139,7 @@ class Slots:
 
     Attributes:
         bases: other containers at which chains begin; first: the index of the first chain's container among all.
-        opened: the indices of values that are containers: their contents are compared, not their identity.
+        opened: the indices of values that are containers: their contents are checked, not their identity.
     """
 
     def __init__(self, attributes: list[dict[str, Any]], links: Iterable[Sequence[Link]]) -> None:
@@ -164,7 +164,7 @@ class Slots:
 
 
 class SlotValues:
-    """Compares the values of slots: settings by type and value, containers by length, everything else by identity.
+    """Checks the values of slots: settings by type and value, containers by length, everything else by identity.
 
     Args:
         attributes: the attributes of modules.

@@ -18,9 +18,9 @@ from typing import Any
 
 from simplegraph.base.objects import own_dict
 from simplegraph.base.reasons import CannotBind, Reason
-from simplegraph.guard.comparison import Comparison, ValueHolder
 from simplegraph.guard.holders import Holders, SearchRoot
 from simplegraph.guard.place_history import Changes, Entries, HolderKind, PlaceHistory, PlacesInCode
+from simplegraph.guard.value_check import ValueCheck, ValueHolder
 from simplegraph.guard.values import ALL, ORDER, Place, PlainValues, has_object, is_among, place_name
 from simplegraph.program.breaks.marks import ACTIVE
 from simplegraph.program.program import SegmentRecorder
@@ -45,7 +45,7 @@ class PlainState:
         proves: True if graphs are compared with eager.
 
     Attributes:
-        comparisons: at most one, which determines the values of a call while it holds and has a key.
+        value_checks: at most one, which determines the values of a call while it holds and has a key.
         must_read: True if every call must read all values, since some of them are unguarded at present.
         calls: the number of calls since the first one was read, for windows of calls.
     """
@@ -55,7 +55,7 @@ class PlainState:
         self._places = PlacesInCode()
         self._reader = HolderReader(self._places, breaks=breaks)
         self._history = PlaceHistory(self._places, proves=proves)
-        self.comparisons = self._reader.comparisons
+        self.value_checks = self._reader.value_checks
         self.must_read = False
         self.calls = 0
         self._values_read = self._reader.key  # what `read_values` returned last
@@ -102,13 +102,13 @@ class PlainState:
     def renew(self, versions: Mapping[int, int]) -> None:
         """Accept new versions of dicts by their old ones: a replay left no plain values there."""
         with self._lock:
-            for comparison in self.comparisons[:1]:
-                self._reader.keep(comparison.renewed(versions))
+            for check in self.value_checks[:1]:
+                self._reader.keep(check.renewed(versions))
 
     def forget(self) -> None:
         """Find the holders of values again at the next call, and forget changes so far."""
         with self._lock:
-            self.comparisons.clear()
+            self.value_checks.clear()
             self._history.new_values.forget()
             self._history.breaks.forget()
             self._lengths = []
@@ -116,7 +116,7 @@ class PlainState:
     @contextlib.contextmanager
     def run(self, module: Any, *, is_read: bool = False) -> Iterator[None]:
         """Surround a run of the module, which makes all changes meanwhile; `is_read` if its call was just read."""
-        if not (self.comparisons or self._is_capture_or_proof):  # no call of it was read
+        if not (self.value_checks or self._is_capture_or_proof):  # no call of it was read
             yield
             return
         with self._lock:
@@ -203,7 +203,7 @@ class PlainState:
                 self._history.changed_by_others(self._guarded_changes(before), self.calls)
                 self._make_key()
 
-    def check(self, module: Any) -> None:
+    def refuse_changed_values(self, module: Any) -> None:
         """Refuse captures for a key whose values a run of the same call changed: no later call would find them.
 
         Raises:
@@ -225,7 +225,7 @@ class PlainState:
         """
         with self._lock:
             self._reader.read_changes(module)
-            holders = {holder.name: holder for comparison in self.comparisons for holder in comparison.holders}
+            holders = {holder.name: holder for check in self.value_checks for holder in check.holders}
             code, found = self._places.code, []
             for name, key in self._guarded_changes(self._entries_before):
                 if name not in holders or holders[name].is_container:
@@ -252,7 +252,7 @@ class PlainState:
             self._history.new_values.guard_again(self.calls)
             self._reader.close(module, self._history.new_values.containers())
             self._make_key()
-            if not self.comparisons:
+            if not self.value_checks:
                 raise CannotBind(Reason.PYTHON_STATE, "what the call reads changes while it is read")
             if self._reader.refused:
                 raise CannotBind(Reason.PYTHON_STATE, self._reader.refused)
@@ -293,7 +293,7 @@ class PlainState:
     def _note_lengths_of_filled(self) -> None:
         """Note the lengths of containers that runs fill, after a run."""
         names = {name for name, key in self._history.filled & self._history.effects if key is ALL}
-        holders = (holder for comparison in self.comparisons[:1] for holder in comparison.holders)
+        holders = (holder for check in self.value_checks[:1] for holder in check.holders)
         self._lengths = [(holder, holder.length()) for holder in holders if holder.name in names]
 
 
@@ -310,7 +310,7 @@ class HolderReader:
         entries: the values that were read last, by the holder's name; replaced by another dict once one changes.
         refused: why there is no key; else empty.
         scripts: names of the TorchScript modules and functions that calls lead to.
-        comparisons: at most one, of the present values; it has their key once that is made. It is cleared once an
+        value_checks: at most one, of the present values; it has their key once that is made. It is cleared once an
             object ends whose attributes are kept alive.
         key: the key that was made last.
         unguarded: the places whose values are no part of keys.
@@ -322,8 +322,8 @@ class HolderReader:
         self.entries: dict[str, Entries] = {}
         self.refused = ""
         self.scripts: list[str] = []
-        self.comparisons: list[Comparison] = []
-        self._alive: list[bool] = []  # one item, cleared with `comparisons`, so that none that is being made is kept
+        self.value_checks: list[ValueCheck] = []
+        self._alive: list[bool] = []  # one item, cleared with `value_checks`, so that none that is being made is kept
         self.key = PlainValues({})
         self.unguarded: set[Place] = set()
         self.guarded_again: set[Place] = set()
@@ -340,7 +340,7 @@ class HolderReader:
             if not self._read_moved(module, attributes):
                 self._find(module)
         except Exception:  # another thread changes them: the call runs eagerly
-            self.comparisons.clear()
+            self.value_checks.clear()
             self.entries = {}
         return changes_between(before, self.entries) if before else {}
 
@@ -348,7 +348,7 @@ class HolderReader:
         """Stop reading below containers that take new values all the time: each new item would be searched."""
         if containers != self._closed:
             self._closed = containers
-            self.comparisons.clear()
+            self.value_checks.clear()
             self.entries = {}
             self.read_changes(module)
 
@@ -356,13 +356,13 @@ class HolderReader:
         """Read the holders that moved; False if there is a new object to open, or an object is no longer reached."""
         if getattr(type(module), "is_function", False) and list(map(id, module._modules.values())) != self._roots:
             return False
-        for comparison in self.comparisons[:1]:
-            if comparison.holds(attributes):
+        for check in self.value_checks[:1]:
+            if check.holds(attributes):
                 return True
-            if not comparison.has_children(attributes):
+            if not check.has_children(attributes):
                 return False
             entries = dict(self.entries)
-            moved = comparison.moved(attributes)
+            moved = check.moved(attributes)
             for holder in moved:
                 inside = holder.inside
                 try:
@@ -382,8 +382,8 @@ class HolderReader:
             is_same = all(list(new.items()) == list(old.items()) for new, old in before)
             # The version may move though nothing guarded did, such as when a file's other globals are set, or a
             # run counts its calls.
-            is_key = is_same or self._has_values(comparison.key, moved)
-            self.keep(comparison.after(moved, comparison.key if is_key else None))
+            is_key = is_same or self._has_values(check.key, moved)
+            self.keep(check.after(moved, check.key if is_key else None))
             if not is_same:
                 self.entries = entries
             return True
@@ -396,12 +396,12 @@ class HolderReader:
             roots = [SearchRoot(name, child) for name, child in module._modules.items() if child is not None]
             function = module.function
             self._roots = list(map(id, module._modules.values()))
-        comparisons, alive = self.comparisons, [True]
-        comparisons.clear()
+        value_checks, alive = self.value_checks, [True]
+        value_checks.clear()
 
         def gone(_: Any) -> None:  # called in any thread, at any time, so it takes no lock
             alive.clear()
-            comparisons.clear()
+            value_checks.clear()
 
         holders = Holders(roots, module, gone, function, breaks=self._breaks, closed=self._closed)
         self._deaths, self._opened = holders.deaths, holders.opened
@@ -410,20 +410,20 @@ class HolderReader:
         self._places.code = holders.code
         self._places.kinds = {holder.name: _kind_of(holder) for holder in holders.all}
         self._alive = alive
-        self.keep(Comparison(holders.root, holders.all, None))
+        self.keep(ValueCheck(holders.root, holders.all, None))
 
-    def keep(self, comparison: Comparison) -> None:
-        """Keep a comparison for later calls, unless an object of it has ended."""
-        self.comparisons[:] = [comparison]
+    def keep(self, check: ValueCheck) -> None:
+        """Keep a check for later calls, unless an object of it has ended."""
+        self.value_checks[:] = [check]
         if not self._alive:
-            self.comparisons.clear()
+            self.value_checks.clear()
 
     def make_key(self) -> None:
         """Make the key of the present values, or take the key that they had before."""
-        for comparison in self.comparisons[:1]:
-            if comparison.key is not None or self.refused:
+        for check in self.value_checks[:1]:
+            if check.key is not None or self.refused:
                 return
-            parts = _parts((holder.name, holder.part(self.unguarded)) for holder in comparison.holders)
+            parts = _parts((holder.name, holder.part(self.unguarded)) for holder in check.holders)
             values = self._keys.pop(parts, None)
             if values is None and self.guarded_again:  # while all runs changed these no graph was captured
                 values = self._keys.pop(_parts(_without(self.guarded_again, part) for part in parts), None)
@@ -432,7 +432,7 @@ class HolderReader:
             self.key.parts = dict(parts)
             while len(self._keys) > _MAX_KEYS:
                 del self._keys[next(iter(self._keys))]
-            self.keep(comparison.after((), self.key))
+            self.keep(check.after((), self.key))
 
     def _has_values(self, key: PlainValues | None, holders: Sequence[Any]) -> bool:
         """True if a key has the present values of these holders, except at unguarded places."""
@@ -452,8 +452,8 @@ class HolderReader:
             keys, self._keys = self._keys, {}
             for parts, key in keys.items():
                 self._keys.setdefault(_parts(_without(added, part) for part in parts), key)
-        for comparison in self.comparisons[:1]:
-            self.keep(comparison.after((), None))
+        for check in self.value_checks[:1]:
+            self.keep(check.after((), None))
 
 
 def changes_between(before: Mapping[str, Entries], now: Mapping[str, Entries]) -> Changes:

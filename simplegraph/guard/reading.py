@@ -1,7 +1,7 @@
-"""Compare a module's state with its earlier state at every call, by versions of dicts first and with little Python.
+"""Check at every call that a module's state is as before, by versions of dicts first and with little Python.
 
-A `Reading` compares the tensors, modules, hooks and other objects that graphs read. It skips what a `Comparison` of
-plain values, made for the same call just before, has compared already.
+A `Reading` checks the tensors, modules, hooks and other objects that graphs read. It skips what a `ValueCheck`, made
+for the same call just before, has checked already.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from simplegraph.base.objects import identity_hash
 from simplegraph.base.tensors import OwnedTensor, has_address, held_by_nobody, is_wrapper, parts
 from simplegraph.base.walk import keys_in_order, values_in_order
 from simplegraph.guard import versions
-from simplegraph.guard.comparison import Comparison
 from simplegraph.guard.links import (
     HOOKS,
     REGISTRIES,
@@ -37,6 +36,7 @@ from simplegraph.guard.links import (
     getter,
     split_links,
 )
+from simplegraph.guard.value_check import ValueCheck
 
 _READERS = tuple(map(operator.itemgetter, REGISTRIES))
 _chain = itertools.chain.from_iterable
@@ -79,7 +79,7 @@ class _Sources:
         leading: slots that lead to tensors and modules; None if there are none.
         values: the values of all other slots, grouped by the attribute or the container that leads to them.
         entries: the expected attributes of modules, in the order in which the modules are read.
-        unchecked: the token of the latest comparison, followed by those of `values` that it does not check.
+        unchecked: the token of the latest value check, followed by those of `values` that it does not check.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ def _chains_by_start(
 ) -> Iterable[list[Sequence[Link]]]:
     """Group chains of links by the attribute of a module, or else by the container, at which they begin.
 
-    No comparison checks the objects that a function reaches, so they are one group.
+    No value check includes the objects that a function reaches, so they are one group.
     """
     of_modules = set(map(id, attributes))
     groups: dict[tuple[int, Any], list[Sequence[Link]]] = {}
@@ -169,7 +169,7 @@ class _ExpectedValues:
     Args:
         values: all values that are read.
         unguarded: the indices of values that are not guarded.
-        opened: the indices of containers. Their length and their slots are compared, not their identity.
+        opened: the indices of containers. Their length and their slots are checked, not their identity.
 
     Attributes:
         tensors_at: returns the tensors that have an address.
@@ -235,7 +235,7 @@ class _ExpectedTensors:
         self.checks: dict[tuple[bool, bool], Any] = {}
 
     def same_layouts(self, tensors: Sequence[Tensor]) -> bool:
-        """Compare the layouts of tensors in Python, and prepare a faster check for the next call."""
+        """Check the layouts of tensors in Python, and prepare a faster way for the next call."""
         views = [list(map(read, tensors)) for read in _VIEWS]
         if list(map(_layout, tensors)) != self.layouts or views != self.views:
             return False
@@ -251,10 +251,10 @@ def _is_allocated(tensor: Tensor) -> bool:
 
 
 class Reading:
-    """Compares the tensors, modules, hooks and other objects of a module with those at the reading's construction.
+    """Checks that a module has the tensors, modules, hooks and other objects that it had when the reading was made.
 
     Settings, functions and modes are read again only if the version of a module's attributes changed, and only if the
-    call's `Comparison` does not check them. Tensors are read at every call, since they may be moved without a change of
+    call's `ValueCheck` does not check them. Tensors are read at every call, since they may be moved without a change of
     the dict that holds them.
 
     A reading keeps the dicts of submodules alive, but no tensor. Once a submodule is gone, the reading releases
@@ -262,11 +262,11 @@ class Reading:
 
     Args:
         modules: the module first, then everything below it.
-        links: chains of links to objects that are compared beside parameters, buffers, children and hooks.
+        links: chains of links to objects that are checked beside parameters, buffers, children and hooks.
         owned: tensors without another known owner.
-        watched: tensors whose values are compared.
+        watched: tensors whose values are checked.
         carried_places: places, as (id of the dict, key), in which runs leave tensors: their values are not guarded.
-        with_gradients: ids of tensors whose gradients are compared as well.
+        with_gradients: ids of tensors whose gradients are checked as well.
 
     Attributes:
         shows_releases: True if there are many tensors, all in the memory of one device's allocator: to ask it if it
@@ -288,8 +288,8 @@ class Reading:
         self._registry_versions: list[int] | None = None  # versions of registries, when their names were last read
         self._attribute_versions: list[int] | None = None  # versions of modules' attributes, when these were last read
         self._own_version = 0  # the version of the module's own attributes then
-        self._checked_by: object = None  # the token of a comparison that compares all other attribute versions itself
-        self._moment: object = None  # the moment of the clock of versions when everything was last read and compared
+        self._checked_by: object = None  # the token of a value check that includes all other attribute versions itself
+        self._moment: object = None  # the moment of the clock of versions when everything was last read and checked
         # Hooks, forwards, and tensors that others keep or watch.
         hooks: list[dict[int, Any]] = [vars(module)[name] for module in modules for name in HOOKS]
         self._hooks = [registry for registry in hooks if registry]
@@ -350,14 +350,14 @@ class Reading:
         return [*map(attributes.__getitem__, REGISTRIES), *_chain(map(map, _READERS, self._sources[0].filled))]
 
     def _tensors_in(self, values: list[Any]) -> Sequence[Tensor]:
-        """Return all compared tensors: those among the values, and those without another owner."""
+        """Return all checked tensors: those among the values, and those without another owner."""
         tensors = self._expected.tensors_at(values)
         if self._owned:
             tensors = (*tensors, *map(_tensor_of, self._owned))
         return tuple(part for tensor in tensors for part in parts(tensor)) if self._has_wrappers else tensors
 
     def requires_grad(self, attributes: dict[str, Any]) -> bool | None:
-        """True if a compared tensor requires grad now; None if this cannot be read."""
+        """True if a checked tensor requires grad now; None if this cannot be read."""
         try:
             values, lengths = self._read(attributes)
             return any(map(_requires_grad, self._tensors_in(values))) if lengths == self._lengths else None
@@ -404,14 +404,14 @@ class Reading:
             return None
 
     def holds(
-        self, attributes: dict[str, Any], comparison: Comparison | None = None, read: Sequence[Any] | None = None
+        self, attributes: dict[str, Any], value_check: ValueCheck | None = None, read: Sequence[Any] | None = None
     ) -> bool:
         """True if nothing changed. State that cannot be read counts as changed.
 
         Args:
             attributes: the module's own attributes.
-            comparison: the comparison that held for this call; None if there is none.
-            read: what `read_if_in_place` returned for this call; None to compare them now.
+            value_check: what held for this call; None if there is none.
+            read: what `read_if_in_place` returned for this call; None to check them now.
         """
         try:
             sources, expected = self._sources[0], self._expected
@@ -426,7 +426,7 @@ class Reading:
                     return False
                 self._next_hook = RemovableHandle.next_id
             # Tensors.
-            moment = None if comparison is None else comparison.moment
+            moment = None if value_check is None else value_check.moment
             is_quiet = moment is not None and moment is self._moment  # no dict whose version was taken has changed
             # What is noted for a moment must be read after it.
             if read is None or not (is_quiet or moment is None):
@@ -434,18 +434,18 @@ class Reading:
             if read is None:
                 return False
             registries, values = read
-            # Values of slots, except those that the comparison checks.
+            # Values of slots, except those that the value check includes.
             token, *unchecked_before = sources.unchecked
-            is_new = comparison is None or comparison.token is not token
+            is_new = value_check is None or value_check.token is not token
             unchecked: list[SlotValues] = []
             for slot_values in sources.values if is_new else unchecked_before:
                 containers = slot_values.containers_if_same([attributes, *sources.attributes])
                 if containers is None:
                     return False
-                if is_new and comparison is not None and not comparison.checks(containers, attributes):
+                if is_new and value_check is not None and not value_check.checks(containers, attributes):
                     unchecked.append(slot_values)
-            if is_new and comparison is not None:
-                sources.unchecked[:] = comparison.token, *unchecked
+            if is_new and value_check is not None:
+                sources.unchecked[:] = value_check.token, *unchecked
             # Names in registries: two parameters may have swapped their names.
             if not is_quiet:
                 reader = self._reader
@@ -466,11 +466,11 @@ class Reading:
                     return False
             # Attributes of modules, watched tensors and forwards.
             is_checked = (
-                comparison is not None
-                and comparison.token is self._checked_by
+                value_check is not None
+                and value_check.token is self._checked_by
                 and version(attributes) == self._own_version
             )
-            if not is_checked and not self._same_attributes(attributes, expected.modules_at(values), comparison):
+            if not is_checked and not self._same_attributes(attributes, expected.modules_at(values), value_check):
                 return False
             if self._watched and not all(map(_is_same, self._watched)):
                 return False
@@ -491,11 +491,11 @@ class Reading:
         self._own_version = renewed.get(self._own_version, self._own_version)
 
     def _same_attributes(
-        self, attributes: dict[str, Any], modules: Sequence[nn.Module], comparison: Comparison | None
+        self, attributes: dict[str, Any], modules: Sequence[nn.Module], value_check: ValueCheck | None
     ) -> bool:
-        """Compare the attributes of modules whose version changed, and note the versions.
+        """Check the attributes of modules whose version changed, and note the versions.
 
-        The classes of modules are not compared here: a `Comparison` has them. No two dicts ever have the same version,
+        The classes of modules are not checked here: a `ValueCheck` has them. No two dicts ever have the same version,
         so versions identify the modules, too. Versions are taken before anything is read, since another thread may
         write meanwhile.
         """
@@ -509,6 +509,6 @@ class Reading:
         self._attribute_versions = taken
         # Reordering an OrderedDict does not change its version.
         has_orders = self._reader.values_of is not gc.get_referents
-        if taken is not None and comparison is not None and not has_orders and comparison.checks_versions(dicts[1:]):
-            self._own_version, self._checked_by = taken[0], comparison.token
+        if taken is not None and value_check is not None and not has_orders and value_check.checks_versions(dicts[1:]):
+            self._own_version, self._checked_by = taken[0], value_check.token
         return True

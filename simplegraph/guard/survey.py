@@ -23,7 +23,7 @@ from simplegraph.guard.links import Link
 from simplegraph.guard.scripted import scripted_tensors
 from simplegraph.guard.values import NOT_PLAIN, dotted, value_key
 
-_OF_TORCH = (frozenset(vars(nn.Module())) | {"_simplegraph"}) - REGISTERED  # compared in other ways
+_OF_TORCH = (frozenset(vars(nn.Module())) | {"_simplegraph"}) - REGISTERED  # checked in other ways
 _CODE = frozenset({types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.MethodDescriptorType})
 _CODE |= {types.CodeType, functools.partial}
 _CLOSED = (type, types.ModuleType, torch.dtype, torch.device, torch.Generator, Optimizer)
@@ -90,15 +90,15 @@ class Survey:
             for place, links in scripted_tensors(child):
                 attribute, tensor = dotted(name, links[0][1]), links[-1][2]
                 self._add(HeldTensor(dotted(name, place), attribute, tensor, links, registered=True))
-        # Containers are compared themselves if nothing below them is compared, or if two paths lead to them.
+        # Containers are checked themselves if nothing below them is checked, or if two paths lead to them.
         first = {id(links[-1][2]): links for links in reversed(containers)}
         chains = (*self.links, *(entry.links for entry in self.tensors.values()))
-        compared = {id(value) for links in chains for _, _, value in links[:-1]}
+        checked = {id(value) for links in chains for _, _, value in links[:-1]}
         for links in reversed(containers):  # inner containers before those that lead to them
             value = links[-1][2]
-            if id(value) not in compared or first[id(value)] is not links:
+            if id(value) not in checked or first[id(value)] is not links:
                 self.links.append(links)
-                compared.update(id(value) for _, _, value in links[:-1])
+                checked.update(id(value) for _, _, value in links[:-1])
 
     def _is_registered(self, thing: Any, contents: Any) -> bool:
         """Name an opened object; add a module and its registered tensors. True if the object is a module's registry."""
@@ -220,7 +220,7 @@ def _kind_of_guarded(kind: type) -> Any:
     base = next((base for base in _CONTAINERS if issubclass(kind, base)), None)
     if base is not None:
         return base if kind is base else _contents
-    # Objects that hold no users' tensors, or are compared in other ways.
+    # Objects that hold no users' tensors, or are checked in other ways.
     is_called = class_member(kind, "__call__") is not None and is_library(kind.__module__)
     return None if kind in _CODE or issubclass(kind, _CLOSED) or is_called else _attributes
 
@@ -261,7 +261,7 @@ def _is_sized(value: Any) -> bool:
 
 
 def _kind_with_optimizers(kind: type) -> Any:
-    """Return the same, but open optimizers: only a training step compares them in another way."""
+    """Return the same, but open optimizers: only a training step checks them in another way."""
     return _attributes if issubclass(kind, Optimizer) else _kind_of_guarded(kind)
 
 

@@ -157,7 +157,7 @@ class CallCapture(Probe):
             return
         _check_settings(call)
         if not any(observer.captures for observer in observers):  # in the first pass
-            call.plain.check(call.module)
+            call.plain.refuse_changed_values(call.module)
         if torch.cuda.is_initialized() or call.layout.hosted:  # type: ignore[no-untyped-call]
             self._check_devices()
         self._observe_second_size()

@@ -324,8 +324,8 @@ class GraphRunner:
             if layouts:
                 plain = calls.plain
                 plain.calls += 1
-                # Another thread may clear the comparisons.
-                comparison = None if plain.must_read else next(iter(plain.comparisons), None)
+                # Another thread may clear the checks.
+                comparison = None if plain.must_read else next(iter(plain.value_checks), None)
                 if comparison is not None and comparison.key is not None and layouts[0].launches_early:
                     values, late = comparison.key, comparison
                 elif comparison is not None and comparison.key is not None and comparison.holds(vars(module)):

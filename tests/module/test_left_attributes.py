@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import simplegraph as sg
 from simplegraph.base.reasons import Reason
-from simplegraph.guard.comparison import ValueHolder
+from simplegraph.guard.value_check import ValueHolder
 from simplegraph.guard.versions import dict_version
 from tests.module.left_places import WIDTH, compare, compare_left, follow, pair
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import simplegraph as sg
 from simplegraph.base.reasons import CannotBind
-from simplegraph.guard import comparison, holders, plain_state, values
+from simplegraph.guard import holders, plain_state, value_check, values
 from simplegraph.guard import versions as versions_of_dicts
 from simplegraph.guard.plain_state import PlainState
 
@@ -403,7 +403,7 @@ class Stream:
 
 def test_no_weak_reference_is_made_of_what_does_not_bear_one(monkeypatch: pytest.MonkeyPatch) -> None:
     real = values.can_be_referenced
-    for place in (values, comparison, holders):
+    for place in (values, value_check, holders):
         monkeypatch.setattr(place, "can_be_referenced", lambda kind: kind is not Stream and real(kind))
     streams = [Stream() for _ in range(7)]
     in_closure = streams[6]
@@ -424,18 +424,18 @@ def test_no_weak_reference_is_made_of_what_does_not_bear_one(monkeypatch: pytest
 def test_what_changes_while_it_is_looked_at_makes_a_call_run_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
     model = wrapped(Reads(lambda module: module.held, held=2.0))
     serve(model)
-    real = comparison.ValueHolder.read
+    real = value_check.ValueHolder.read
 
     def troubled(holder: Any, opened: Any) -> Any:
         raise RuntimeError("dictionary changed size during iteration")
 
-    monkeypatch.setattr(comparison.ValueHolder, "read", troubled)
+    monkeypatch.setattr(value_check.ValueHolder, "read", troubled)
     sg.unwrap(model).held = 3.0
     x, replays = torch.randn(2, 4), model.graph_stats.replays
     assert torch.equal(model(x), sg.unwrap(model)(x))
     assert model.graph_stats.replays == replays
     assert "what the call reads changes while it is read" in str(model.graph_report())
-    monkeypatch.setattr(comparison.ValueHolder, "read", real)
+    monkeypatch.setattr(value_check.ValueHolder, "read", real)
     serve(model)
 
 

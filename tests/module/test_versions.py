@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import simplegraph as sg
-from simplegraph.guard import comparison, links, reading, versions
+from simplegraph.guard import links, reading, value_check, versions
 from tests.module.answers import close
 from tests.module.stateful import captured, rows
 
@@ -68,8 +68,8 @@ def test_a_steady_call_reads_no_value_again(device, monkeypatch, kind):
     while not served(model, module, device):
         pass
     read = []
-    monkeypatch.setattr(comparison.ValueHolder, "read", lambda self, _: read.append(self.name))
-    monkeypatch.setattr(comparison.Comparison, "moved", lambda self, _: read.append(self))
+    monkeypatch.setattr(value_check.ValueHolder, "read", lambda self, _: read.append(self.name))
+    monkeypatch.setattr(value_check.ValueCheck, "moved", lambda self, _: read.append(self))
     assert all(served(model, module, device) for _ in range(3))
     assert read == []
 
@@ -566,11 +566,9 @@ def test_a_reading_keeps_no_container_once_a_submodule_is_gone(device):
     module = nn.Sequential(nn.Linear(6, 6, device=device))
     module.held = held = Held([None])
     kept = weakref.ref(held)
-    comparison = types.SimpleNamespace(
-        token=object(), moment=None, checks=lambda *_: False, checks_versions=lambda _: False
-    )
+    check = types.SimpleNamespace(token=object(), moment=None, checks=lambda *_: False, checks_versions=lambda _: False)
     read = reading.Reading(list(module.modules()), [((held, 0, None),)])
-    assert read.holds(vars(module), comparison)
+    assert read.holds(vars(module), check)
     del module.held, held, module[0]
     assert kept() is None
 
@@ -583,17 +581,17 @@ def test_what_was_read_before_a_moment_is_not_noted_for_it(device):
     model = sg.wrap(module, capture_sizes=[4], progress=False)
     for _ in range(5):
         served(model, module, device)
-    comparison = model._graph_runner._calls.plain.comparisons[0]
+    check = model._graph_runner._calls.plain.value_checks[0]
     reading, attributes = model._graph_runner.builder.state.reading, vars(model)
     for _ in range(2):
-        assert comparison.holds(attributes)
-        assert reading.holds(attributes, comparison, reading.read_if_in_place(attributes))
+        assert check.holds(attributes)
+        assert reading.holds(attributes, check, reading.read_if_in_place(attributes))
     read = reading.read_if_in_place(attributes)
     model[0].extra = torch.ones(6, device=device)
-    assert comparison.holds(attributes)
-    reading.holds(attributes, comparison, read)  # of either outcome, since the call was under way
-    assert comparison.holds(attributes)
-    assert not reading.holds(attributes, comparison, reading.read_if_in_place(attributes))
+    assert check.holds(attributes)
+    reading.holds(attributes, check, read)  # of either outcome, since the call was under way
+    assert check.holds(attributes)
+    assert not reading.holds(attributes, check, reading.read_if_in_place(attributes))
 
 
 @pytest.mark.skipif(versions.clock is None, reason="before Python 3.12 there is no clock of versions")
@@ -601,9 +599,9 @@ def test_a_steady_call_reads_no_place_by_itself(device, places, monkeypatch):
     model = sg.wrap(places, capture_sizes=[4], progress=False)
     for _ in range(5):
         served(model, places, device)
-    read, original = [], comparison.ValueHolder.read_state
+    read, original = [], value_check.ValueHolder.read_state
     reading = lambda self: read.append(self.name) or original(self)  # noqa: E731
-    monkeypatch.setattr(comparison.ValueHolder, "read_state", reading)
+    monkeypatch.setattr(value_check.ValueHolder, "read_state", reading)
     assert all(served(model, places, device) for _ in range(3))
     assert read == []
 
@@ -657,15 +655,15 @@ def test_what_a_function_reaches_is_read_at_once(device, monkeypatch):
 
 LOOP = """
 import sys, torch, simplegraph as sg
-from simplegraph.guard import comparison
+from simplegraph.guard import value_check
 
 class Scaled(torch.nn.Module):
     def forward(self, x):
         return x * SCALE + len(sys.path) * 0
 
 SCALE, looked = 2.0, []
-moved, torch.backends.mkldnn.enabled = comparison.Comparison.moved, False
-comparison.Comparison.moved = lambda self, attributes: looked.append(1) or moved(self, attributes)
+moved, torch.backends.mkldnn.enabled = value_check.ValueCheck.moved, False
+value_check.ValueCheck.moved = lambda self, attributes: looked.append(1) or moved(self, attributes)
 model = sg.wrap(Scaled().eval(), capture_sizes=[2], progress=False)
 for number in range(12):
     y = model(torch.ones(2, 4))

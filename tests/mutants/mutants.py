@@ -204,8 +204,8 @@ MUTANTS = [
         ("tests/module/test_versions.py",),
     ),
     Mutant(
-        "a comparison takes other attributes of a submodule for what they were",
-        "guard/comparison.py",
+        "a check takes other attributes of a submodule for what they were",
+        "guard/value_check.py",
         "versioned = [*referents[::2], *versioned]  # no two dicts ever have the same version",
         "versioned = [*dicts.shown, *versioned]",
         ("tests/module/test_versions.py",),
@@ -962,7 +962,7 @@ MUTANTS = [
     Mutant(
         "the key stays, whatever a dict that moved holds",
         "guard/plain_state.py",
-        "is_key = is_same or self._has_values(comparison.key, moved)",
+        "is_key = is_same or self._has_values(check.key, moved)",
         "is_key = True",
         ("tests/module/test_plain_state.py",),
     ),

@@ -1,6 +1,6 @@
-"""Compare the plain values that a call reads with earlier ones, by versions of dicts first and with little Python.
+"""Check that the plain values that a call reads are as before, by versions of dicts first and with little Python.
 
-A `ValueHolder` holds plain values, and its `HolderState` says which. A `Comparison` compares all holders at every call,
+A `ValueHolder` holds plain values, and its `HolderState` says which. A `ValueCheck` checks all holders at every call,
 each in the quickest way that its kind allows.
 """
 
@@ -60,7 +60,7 @@ _find = operator.methodcaller("find")
 _children = operator.itemgetter("_modules")
 _HOLDS_NOTHING = frozenset({str, int, float, bool, type(None)})
 _ITERATED = frozenset({list, set})  # classes whose referents for the garbage collector are exactly their items
-_ELSEWHERE = (Tensor, nn.Module, torch.Generator)  # classes of values that are compared in other ways
+_ELSEWHERE = (Tensor, nn.Module, torch.Generator)  # classes of values that are checked in other ways
 _IDENTIFIED = (types.MethodType, *SCRIPTS)  # classes of opened objects that are code
 _parts_of_code = operator.attrgetter("__code__", "__defaults__", "__kwdefaults__")
 _IS_LAST_FIRST = gc.get_referents([0, 1]) == [1, 0]  # True if the collector lists the last item of a list first
@@ -281,7 +281,7 @@ class ValueHolder:
         return identity_key(value)
 
     def _guards_identity(self, value: Any) -> bool:
-        """True for tensors and modules that are compared by identity, since no survey sees them."""
+        """True for tensors and modules that are checked by identity, since no survey sees them."""
         is_hidden = issubclass(type(value), nn.Module) and id(value) not in self.surveyed
         return self.has_tensors and (is_hidden or issubclass(type(value), Tensor))
 
@@ -309,11 +309,11 @@ def _parts_of(function: types.FunctionType) -> dict[str, Any]:
 
 
 class _HoldersByMethod:
-    """Divides holders by the quickest way to compare them.
+    """Divides holders by the quickest way to check them.
 
     Args:
         root: the holder of the module's own attributes; None for a function.
-        compared: the holders to divide.
+        checked: the holders to divide.
 
     Attributes:
         by_version: dicts that are kept alive, and whose version shows each change.
@@ -326,15 +326,15 @@ class _HoldersByMethod:
         by_state: all others, whose states are read at every call.
     """
 
-    def __init__(self, root: ValueHolder | None, compared: Sequence[ValueHolder]) -> None:
+    def __init__(self, root: ValueHolder | None, checked: Sequence[ValueHolder]) -> None:
         self.by_version = [
             holder
-            for holder in compared
+            for holder in checked
             if issubclass(type(holder.container), dict)
             and holder.state.version is not None
             and not (holder.state.key_ids or holder.buffers)
         ]
-        quick = [holder for holder in compared if not (holder.is_wide or holder.buffers)]
+        quick = [holder for holder in checked if not (holder.is_wide or holder.buffers)]
         self.by_items = [
             holder
             for holder in quick
@@ -349,21 +349,21 @@ class _HoldersByMethod:
         # What slots and variables hold now is taken for what was read. If it changed meanwhile, the state shows that.
         unchanged = [holder for holder in (*self.slotted, *self.variables) if holder.read_state() == holder.state]
         quickly = set(map(id, (*self.by_version, *self.by_items, *self.cells, *self.functions, *unchanged)))
-        others = [holder for holder in compared if id(holder) not in quickly]
-        self.by_clock = _compared_by_clock(others, [*self.by_version, *([root] if root is not None else ())])
+        others = [holder for holder in checked if id(holder) not in quickly]
+        self.by_clock = _checked_by_clock(others, [*self.by_version, *([root] if root is not None else ())])
         self.by_state = [holder for holder in others if holder not in self.by_clock]
 
 
-def _compared_by_clock(others: Sequence[ValueHolder], versioned: Sequence[ValueHolder]) -> list[ValueHolder]:
+def _checked_by_clock(others: Sequence[ValueHolder], versioned: Sequence[ValueHolder]) -> list[ValueHolder]:
     """Find dicts that need not be read while the clock of versions stands still.
 
-    They are not kept alive, but found again at each call. If a dict whose version is compared holds them, they are the
+    They are not kept alive, but found again at each call. If a dict whose version is checked holds them, they are the
     same while the clock stands still. Otherwise another dict may take their place and their id, which the clock does
     not show. A weak reference shows the end of an OrderedDict; its order is read each time.
 
     Args:
-        others: holders that cannot be compared in a quicker way.
-        versioned: holders of dicts whose version is compared.
+        others: holders that cannot be checked in a quicker way.
+        versioned: holders of dicts whose version is checked.
     """
     found = [
         holder
@@ -377,7 +377,7 @@ def _compared_by_clock(others: Sequence[ValueHolder], versioned: Sequence[ValueH
 
 
 class _Items:
-    """Everything whose items are compared one by one, and its expected items in the order in which they are read.
+    """Everything whose items are checked one by one, and its expected items in the order in which they are read.
 
     Attributes:
         boxes: lists, sets, empty dicts and cells, whose items the garbage collector shows.
@@ -386,11 +386,11 @@ class _Items:
         slotted: functions that return the objects that have only slots.
         no_attributes: the empty `__dict__` of those of these objects that have one.
         variables: functions that return context variables.
-        orders: weak references to the OrderedDicts whose order is compared.
+        orders: weak references to the OrderedDicts whose order is checked.
         has_more: True if there are items that `read_more` reads.
         number: the number of items.
         plain_at: returns the values among the items that refer to nothing else.
-        plain: these values; they are kept alive, and compared by identity without a hash.
+        plain: these values; they are kept alive, and checked by identity without a hash.
         hashed_at: returns the other items, which are not kept alive.
         ids: their ids.
         kinds: their classes, since an id may be used again.
@@ -431,7 +431,7 @@ class _Items:
 
 
 class _VersionedDicts:
-    """Dicts that are compared by their version, in the order in which their versions are read.
+    """Dicts that are checked by their version, in the order in which their versions are read.
 
     First come those of children and objects that show their `__dict__` and class to the garbage collector. Both are
     read at every call, since an object may get another `__dict__`. All other dicts are kept alive.
@@ -505,8 +505,8 @@ class _Families:
         return list(map(id, _chain(map(values_in_order, map(_children, parents)))))
 
 
-class Comparison:
-    """Compares the plain values of holders with their earlier values, with as little Python as possible.
+class ValueCheck:
+    """Checks at each call that holders have the values that they had, with as little Python as possible.
 
     It reads the class and `__dict__` of children and objects by the garbage collector, which is much faster than by
     Python.
@@ -517,28 +517,28 @@ class Comparison:
         key: the key of the values; None if it was not made yet.
 
     Attributes:
-        token: an object that identifies the comparison without keeping it alive.
-        moment: the moment of `versions.clock` when the comparison last held; None without a clock.
+        token: an object that identifies the check without keeping it alive.
+        moment: the moment of `versions.clock` when the check last held; None without a clock.
     """
 
     def __init__(self, root: ValueHolder | None, holders: Sequence[ValueHolder], key: Any) -> None:
         self.root, self.holders, self.key, self.token = root, holders, key, object()
         self.moment: object = None
-        compared = [
+        checked = [
             holder for holder in holders if holder is not root or versions.dict_version is None or holder.buffers
         ]
-        ways = _HoldersByMethod(root, compared)
+        ways = _HoldersByMethod(root, checked)
         self._functions = [holder.function for holder in ways.functions]
         self._code_parts = gc.get_referents(*self._functions)  # code and defaults among them
         self._items = _Items(ways)
         self._by_clock, self._by_state = ways.by_clock, ways.by_state
         self._clock_states = [holder.state for holder in self._by_clock]
         self._states = [holder.state for holder in self._by_state]
-        self._containers = frozenset(id(holder.container) for holder in compared if not holder.is_wide) - {id(None)}
+        self._containers = frozenset(id(holder.container) for holder in checked if not holder.is_wide) - {id(None)}
         self._dicts = _VersionedDicts(root, ways)
         self._versions = [holder.state.version for holder in self._dicts.holders]
-        # The version of the module's own attributes; None if they are compared as those of other holders are.
-        self._own_version: Any = root.state.version if root is not None and root not in compared else None
+        # The version of the module's own attributes; None if they are checked as those of other holders are.
+        self._own_version: Any = root.state.version if root is not None and root not in checked else None
         self._families = _Families(root, holders) if versions.dict_version is None else None
 
     def holds(self, attributes: dict[str, Any]) -> bool:
@@ -627,7 +627,7 @@ class Comparison:
         return self._dicts.shown_ids.issuperset(map(id, dicts))
 
     def moved(self, attributes: dict[str, Any]) -> list[ValueHolder]:
-        """List the holders whose values changed; if all others are unchanged, only those with versions are compared."""
+        """List the holders whose values changed; if all others are unchanged, only those with versions are checked."""
         version: Any = versions.dict_version
         if version is None:
             return self._moved_otherwise()
@@ -648,9 +648,9 @@ class Comparison:
         """List the holders whose states changed."""
         return [holder for holder in self.holders if holder.read_state() != holder.state]
 
-    def renewed(self, renewed: Mapping[int, int]) -> Comparison:
-        """Return the comparison with versions replaced by new ones; its token stays valid for a reading."""
-        later = copy.copy(self)  # another thread may be comparing with this one
+    def renewed(self, renewed: Mapping[int, int]) -> ValueCheck:
+        """Return the check with versions replaced by new ones; its token stays valid for a reading."""
+        later = copy.copy(self)  # another thread may be using this one
         later._versions = self._versions.copy()
         versions_now: dict[ValueHolder, int] = {}
         for at, version in enumerate(self._versions):
@@ -662,16 +662,16 @@ class Comparison:
             holder.state = _new_state((holder.state.container, version, *holder.state[2:]))
         return later
 
-    def after(self, moved: Sequence[ValueHolder], key: Any) -> Comparison:
-        """Return the comparison for the values after these holders were read again."""
+    def after(self, moved: Sequence[ValueHolder], key: Any) -> ValueCheck:
+        """Return the check of the values after these holders were read again."""
         indices = self._dicts.indices
         versioned = indices.keys() | ({id(self.root)} if self._own_version is not None else set())
         if any(
             id(holder) not in versioned or holder.buffers or holder.state.version is None or holder.state.key_ids
             for holder in moved
         ):
-            return Comparison(self.root, self.holders, key)
-        later = copy.copy(self)  # another thread may be comparing with this one
+            return ValueCheck(self.root, self.holders, key)
+        later = copy.copy(self)  # another thread may be using this one
         later.key, later.token, later._versions = key, object(), self._versions.copy()
         for holder in moved:
             for at in indices.get(id(holder), ()):
