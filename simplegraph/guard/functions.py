@@ -225,10 +225,6 @@ def _namespaces(value: Any) -> list[Any]:
     return [*namespaces, *(vars(base) for base in classes if not is_library(base.__module__))]
 
 
-def _is_module(value: Any) -> bool:
-    return issubclass(type(behind(value)), nn.Module)
-
-
 P = ParamSpec("P")
 Q = ParamSpec("Q")
 R = TypeVar("R")
@@ -284,7 +280,8 @@ class FunctionModule(nn.Module):
         places = self._find_places()
         functions = self._reach.functions
         self.watched.use(places, functions)
-        self._proxied = [place.name for place in places if type(place.value) in PROXIES and _is_module(place.value)]
+        proxies = ((place.name, behind(place.value)) for place in places if type(place.value) in PROXIES)
+        self._proxied = [name for name, value in proxies if issubclass(type(value), nn.Module)]
         modules = {place.name: place.value for place in places if issubclass(type(place.value), nn.Module)}
         restore(self._modules, modules)
         reached = {place.name: place.value for place in places if self._may_hold(place)}

@@ -55,21 +55,6 @@ _WITH_INIT = (
 )
 
 
-def _bound(method: types.MethodType) -> dict[str, Any]:
-    """Return the object that a method is bound to, under its attribute's name."""
-    return {"__self__": method.__self__}
-
-
-def _inner(static: staticmethod[..., Any]) -> dict[str, Any]:
-    """Return what a static method is made of, by name."""
-    return {"__func__": static.__func__}
-
-
-def _proxied(proxy: types.MappingProxyType[Any, Any]) -> dict[str, Any]:
-    """Return the mapping behind a read-only view, under the name "items"."""
-    return dict(zip(("items",), gc.get_referents(proxy), strict=True))
-
-
 def _in_context(variable: contextvars.ContextVar[Any]) -> dict[str, Any]:
     """Return the value of a context variable in this context, under the name "get()"."""
     try:
@@ -83,10 +68,11 @@ def _in_thread(local: threading.local) -> dict[str, Any]:
     return dict(threading.local.__getattribute__(local, "__dict__"))
 
 
+# What objects of these classes show as their attributes: the one object that they are made of.
 _VIEWS: dict[type, Callable[[Any], dict[str, Any]]] = {
-    types.MethodType: _bound,
-    types.MappingProxyType: _proxied,
-    staticmethod: _inner,
+    types.MethodType: lambda method: {"__self__": method.__self__},
+    types.MappingProxyType: lambda proxy: dict(zip(("items",), gc.get_referents(proxy), strict=True)),
+    staticmethod: lambda static: {"__func__": static.__func__},
 }
 _WITH_CONTEXT: dict[type, Callable[[Any], dict[str, Any]]] = {
     contextvars.ContextVar: _in_context,

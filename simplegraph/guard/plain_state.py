@@ -141,9 +141,9 @@ class PlainState:
                 self._use_unguarded()
                 if not self._is_capture_or_proof:
                     self._make_key()
-                self._lengths = []
-                if self._history.filled:
-                    self._note_lengths_of_filled()
+                names = {name for name, key in self._history.filled & self._history.effects if key is ALL}
+                holders = (holder for check in self.value_checks[:1] if names for holder in check.holders)
+                self._lengths = [(holder, holder.length()) for holder in holders if holder.name in names]
 
     @contextlib.contextmanager
     def unread_run(self) -> Iterator[None]:
@@ -290,12 +290,6 @@ class PlainState:
         self._history.changed_by_run(own, self.calls, is_whole=False)
         self._history.changed_by_others(others, self.calls)
 
-    def _note_lengths_of_filled(self) -> None:
-        """Note the lengths of containers that runs fill, after a run."""
-        names = {name for name, key in self._history.filled & self._history.effects if key is ALL}
-        holders = (holder for check in self.value_checks[:1] for holder in check.holders)
-        self._lengths = [(holder, holder.length()) for holder in holders if holder.name in names]
-
 
 class HolderReader:
     """Finds the holders of the plain values that calls read, reads those that moved, and makes the key of the values.
@@ -356,38 +350,35 @@ class HolderReader:
         """Read the holders that moved; False if there is a new object to open, or an object is no longer reached."""
         if getattr(type(module), "is_function", False) and list(map(id, module._modules.values())) != self._roots:
             return False
-        for check in self.value_checks[:1]:
-            if check.holds(attributes):
-                return True
-            if not check.has_children(attributes):
-                return False
-            entries = dict(self.entries)
-            moved = check.moved(attributes)
-            for holder in moved:
-                inside = holder.inside
-                try:
-                    empty = holder.read(self._opened)
-                except Exception:  # the object is gone, or another thread changes it
-                    return False
-                entries_before = entries[holder.name]
-                entries[holder.name] = holder.entries
-                if holder.name in self._closed:
-                    continue
-                opened = (entry for key, entry in holder.entries.items() if entries_before.get(key) != entry)
-                if empty or holder.inside != inside or any(map(has_object, opened)):
-                    return False
-            if not moved or any(holder.state is None for holder in moved):
-                return False
-            before = ((holder.entries, self.entries[holder.name]) for holder in moved)
-            is_same = all(list(new.items()) == list(old.items()) for new, old in before)
-            # The version may move though nothing guarded did, such as when a file's other globals are set, or a
-            # run counts its calls.
-            is_key = is_same or self._has_values(check.key, moved)
-            self.keep(check.after(moved, check.key if is_key else None))
-            if not is_same:
-                self.entries = entries
-            return True
-        return False
+        check = next(iter(self.value_checks), None)
+        if check is None or check.holds(attributes):
+            return check is not None
+        moved = check.moved(attributes) if check.has_children(attributes) else []
+        if not moved or not all(map(self._read_same_objects, moved)):
+            return False
+        entries = self.entries | {holder.name: holder.entries for holder in moved}
+        before = ((holder.entries, self.entries[holder.name]) for holder in moved)
+        is_same = all(list(new.items()) == list(old.items()) for new, old in before)
+        # The version may move though nothing guarded did, such as when a file's other globals are set, or a run counts
+        # its calls.
+        is_key = is_same or self._has_values(check.key, moved)
+        self.keep(check.after(moved, check.key if is_key else None))
+        if not is_same:
+            self.entries = entries
+        return True
+
+    def _read_same_objects(self, holder: ValueHolder) -> bool:
+        """Read a holder; False if it is gone, if another thread changes it, or if it leads to other objects now."""
+        inside = holder.inside
+        try:
+            empty = holder.read(self._opened)
+        except Exception:
+            return False
+        before = self.entries[holder.name]
+        changed = (entry for key, entry in holder.entries.items() if before.get(key) != entry)
+        is_closed = holder.name in self._closed  # then it does not matter what is below
+        is_same = is_closed or not (empty or holder.inside != inside or any(map(has_object, changed)))
+        return is_same and holder.state is not None
 
     def _find(self, module: Any) -> None:
         """Find all holders of values, and read them."""

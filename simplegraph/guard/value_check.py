@@ -176,8 +176,7 @@ class ValueHolder:
     def read_state(self) -> HolderState | None:
         """Return the present state; None if the container is gone. Call it before the values are read."""
         version = length = None
-        ids: list[int] = []
-        classes: list[type] = []
+        values: list[Any] = []
         key_ids: list[int] = []
         try:
             container, owner = self.find(), self.owner and self.owner()
@@ -186,7 +185,6 @@ class ValueHolder:
             is_dict = issubclass(type(container), dict)
             if self.names is not None:
                 values = list(map(dict.get, itertools.repeat(container), self.names, itertools.repeat(ABSENT)))
-                ids, classes = list(map(identity_hash, values)), list(map(type, values))
             elif is_dict and dict.__len__(container) and not self._is_view and versions.dict_version is not None:
                 # The version of an empty dict does not change when the dict takes over another dict's items.
                 version = versions.dict_version(container)
@@ -197,13 +195,12 @@ class ValueHolder:
             else:
                 values = list(dict.values(container) if is_dict else kind_of(type(container)).__iter__(container))
                 key_ids = list(map(identity_hash, keys_in_order(container))) if is_dict else []
-                ids, classes = list(map(identity_hash, values)), list(map(type, values))
         except Exception:  # another thread may change it
             return None
         found = None if self._is_view else id(container)
-        owner_class = id(type(container if owner is None else owner))
-        buffers = list(map(buffer_key, self.buffers))
-        return _new_state((found, version, ids, classes, key_ids, length, buffers, owner_class))
+        ids, classes = list(map(identity_hash, values)), list(map(type, values))
+        buffers, kind = list(map(buffer_key, self.buffers)), type(container if owner is None else owner)
+        return _new_state((found, version, ids, classes, key_ids, length, buffers, id(kind)))
 
     def read(self, opened: Collection[int]) -> list[tuple[list[Any], Any]]:
         """Read the entries again; return the empty dicts among the values, and the keys that lead to each.
@@ -218,11 +215,9 @@ class ValueHolder:
         self.inside, self.buffers, self._kept = [], [], []
         entries: dict[Hashable, Hashable] = {}
         empty: list[tuple[list[Any], Any]] = []
-        for key, value in (
-            [("its length", length_of(container)), ("its version", state and (state.container, state.version))]
-            if self.is_wide
-            else _items(container)
-        ):
+        version = state and (state.container, state.version)
+        in_short = [("its length", length_of(container)), ("its version", version)] if self.is_wide else None
+        for key, value in in_short or _items(container):
             if not self.guards(key) or type(value) is Door:
                 continue
             # No tensor in a list is guarded here: a reading checks those that graphs read, and a list may log others.
@@ -230,13 +225,16 @@ class ValueHolder:
             if is_checked_elsewhere and not self._guards_identity(value):
                 continue
             entry = self._entry(value, opened, [key], empty)
+            things = [(value, entry)]
             at = key if type(key) is str else value_key(key)
-            entries[identity_key(key) if at is NOT_PLAIN else at] = entry
-            if at is not NOT_PLAIN:
+            if at is NOT_PLAIN:
+                at = identity_key(key)
+                things.append((key, at))
+            else:
                 self._kept.append(key)  # an item of a set may be a plain value
-            for thing in (value, key) if by_ids else ():
-                is_by_identity = type(entry if thing is value else at is NOT_PLAIN and identity_key(key)) is SameObject
-                if is_by_identity and can_be_referenced(type(thing)):
+            entries[at] = entry
+            for thing, its_key in things if by_ids else ():
+                if type(its_key) is SameObject and can_be_referenced(type(thing)):
                     self._kept.append(weakref.ref(thing, self.gone))
         kind = type(container if self.owner is None else self.owner())
         if kind.__flags__ & HEAP_TYPE:
@@ -348,8 +346,8 @@ class _HoldersByMethod:
         self.variables = [holder for holder in quick if holder.variable is not None]
         # What slots and variables hold now is taken for what was read. If it changed meanwhile, the state shows that.
         unchanged = [holder for holder in (*self.slotted, *self.variables) if holder.read_state() == holder.state]
-        quickly = set(map(id, (*self.by_version, *self.by_items, *self.cells, *self.functions, *unchanged)))
-        others = [holder for holder in checked if id(holder) not in quickly]
+        quickly = {*self.by_version, *self.by_items, *self.cells, *self.functions, *unchanged}
+        others = [holder for holder in checked if holder not in quickly]
         self.by_clock = _checked_by_clock(others, [*self.by_version, *([root] if root is not None else ())])
         self.by_state = [holder for holder in others if holder not in self.by_clock]
 
@@ -396,20 +394,20 @@ class _Items:
         kinds: their classes, since an id may be used again.
     """
 
-    def __init__(self, ways: _HoldersByMethod) -> None:
-        self.boxes: list[Any] = [*(holder.container for holder in ways.by_items), *(cell.cell for cell in ways.cells)]
-        self.lists: list[Any] = [holder.container for holder in ways.by_items]
+    def __init__(self, divided: _HoldersByMethod) -> None:
+        self.lists: list[Any] = [holder.container for holder in divided.by_items]
         self.lengths = list(map(len, self.lists))
-        self.slotted: list[Any] = [holder.owner for holder in ways.slotted]
-        owners = map(_owner_of, ways.slotted)
+        self.boxes = [*self.lists, *(holder.cell for holder in divided.cells)]
+        self.slotted: list[Any] = [holder.owner for holder in divided.slotted]
+        owners = map(_owner_of, divided.slotted)
         self.no_attributes = [attributes for owner in owners if (attributes := own_dict(owner)) is not None]
-        self.variables: list[Any] = [holder.variable for holder in ways.variables]
-        self.orders = [weakref.ref(holder.find()) for holder in ways.by_clock if holder.state.key_ids]
+        self.variables: list[Any] = [holder.variable for holder in divided.variables]
+        self.orders = [weakref.ref(holder.find()) for holder in divided.by_clock if holder.state.key_ids]
         self.has_more = bool(self.slotted or self.variables or self.orders)
         # What boxes hold was read before, and their states have it. What slots and variables hold is read now.
         ids: list[int] = []
         kinds: list[type] = []
-        for holder in (*ways.by_items, *ways.cells):
+        for holder in (*divided.by_items, *divided.cells):
             order = -1 if _IS_LAST_FIRST and type(holder.container) is list else 1
             ids += holder.state.value_ids[::order]
             kinds += holder.state.value_classes[::order]
@@ -447,37 +445,31 @@ class _VersionedDicts:
         owners: for each object that does not show its `__dict__`: a function that returns it, its `__dict__`, and its
             class.
         holders: the holders of all dicts, in the order in which their versions are read.
-        indices: by the id of a holder, the indices of its versions.
+        indices: by holder, the indices of its versions.
     """
 
-    def __init__(self, root: ValueHolder | None, ways: _HoldersByMethod) -> None:
-        self.is_parent, self.parents, children = _children_of(root, ways.by_version)
-        children_ids = set(map(id, children))
-        owned = [
-            holder
-            for holder in (*ways.by_version, *ways.by_items)
-            if holder.owner is not None and id(holder) not in children_ids
-        ]
+    def __init__(self, root: ValueHolder | None, divided: _HoldersByMethod) -> None:
+        self.is_parent, self.parents, children = _children_of(root, divided.by_version)
+        of_children, dicts = set(children), (*divided.by_version, *divided.by_items)
+        owned = [holder for holder in dicts if holder.owner is not None and holder not in of_children]
         objects = [
             holder for holder in owned if holder.state.version is not None and _shows_dict(_owner_of(holder), holder)
         ]
         self.objects: list[Any] = [holder.owner for holder in objects]
         showing = [*children, *objects]
-        showing_ids = set(map(id, showing))
+        shown = set(showing)
         self.classes = [type(_owner_of(holder)) for holder in showing]
         self.shown = [holder.container for holder in showing]
         self.shown_ids = frozenset(map(id, self.shown))
         self.owners: list[Any] = [
-            (holder.owner, holder.container, type(_owner_of(holder)))
-            for holder in owned
-            if id(holder) not in showing_ids
+            (holder.owner, holder.container, type(_owner_of(holder))) for holder in owned if holder not in shown
         ]
-        kept = [holder for holder in ways.by_version if id(holder) not in showing_ids]
+        kept = [holder for holder in divided.by_version if holder not in shown]
         self.kept = [holder.container for holder in kept]
         self.holders = [*showing, *kept]
-        self.indices: dict[int, list[int]] = {}
+        self.indices: dict[ValueHolder, list[int]] = {}
         for at, holder in enumerate(self.holders):
-            self.indices.setdefault(id(holder), []).append(at)
+            self.indices.setdefault(holder, []).append(at)
 
 
 class _Families:
@@ -494,7 +486,9 @@ class _Families:
     """
 
     def __init__(self, root: ValueHolder | None, holders: Sequence[ValueHolder]) -> None:
-        self.parents: list[dict[str, Any]] = [holder.container for holder in filter(_has_children, holders)]
+        owned = (holder.container for holder in holders if holder.owner is not None)
+        registries = ((owner, owner.get("_modules")) for owner in owned if isinstance(owner, dict))
+        self.parents = [owner for owner, children in registries if isinstance(children, dict) and children]
         attributes = {} if root is None else root.find()
         self.is_parent = root is not None and bool(_children(attributes))
         self.children = self.read(attributes)
@@ -527,15 +521,15 @@ class ValueCheck:
         checked = [
             holder for holder in holders if holder is not root or versions.dict_version is None or holder.buffers
         ]
-        ways = _HoldersByMethod(root, checked)
-        self._functions = [holder.function for holder in ways.functions]
+        divided = _HoldersByMethod(root, checked)
+        self._functions = [holder.function for holder in divided.functions]
         self._code_parts = gc.get_referents(*self._functions)  # code and defaults among them
-        self._items = _Items(ways)
-        self._by_clock, self._by_state = ways.by_clock, ways.by_state
+        self._items = _Items(divided)
+        self._by_clock, self._by_state = divided.by_clock, divided.by_state
         self._clock_states = [holder.state for holder in self._by_clock]
         self._states = [holder.state for holder in self._by_state]
         self._containers = frozenset(id(holder.container) for holder in checked if not holder.is_wide) - {id(None)}
-        self._dicts = _VersionedDicts(root, ways)
+        self._dicts = _VersionedDicts(root, divided)
         self._versions = [holder.state.version for holder in self._dicts.holders]
         # The version of the module's own attributes; None if they are checked as those of other holders are.
         self._own_version: Any = root.state.version if root is not None and root not in checked else None
@@ -633,16 +627,13 @@ class ValueCheck:
             return self._moved_otherwise()
         later = copy.copy(self)
         later._versions = [version(holder.container) for holder in self._dicts.holders]
-        moved = {
-            id(holder): holder
-            for holder, now, before in zip(self._dicts.holders, later._versions, self._versions, strict=True)
-            if now != before
-        }
+        holders = zip(self._dicts.holders, later._versions, self._versions, strict=True)
+        moved = {holder: None for holder, now, before in holders if now != before}
         if self.root is not None and self._own_version is not None:
             later._own_version = version(attributes)
             if later._own_version != self._own_version:
-                moved[id(self.root)] = self.root
-        return list(moved.values()) if later.holds(attributes) else self._moved_otherwise()
+                moved[self.root] = None
+        return list(moved) if later.holds(attributes) else self._moved_otherwise()
 
     def _moved_otherwise(self) -> list[ValueHolder]:
         """List the holders whose states changed."""
@@ -665,16 +656,16 @@ class ValueCheck:
     def after(self, moved: Sequence[ValueHolder], key: Any) -> ValueCheck:
         """Return the check of the values after these holders were read again."""
         indices = self._dicts.indices
-        versioned = indices.keys() | ({id(self.root)} if self._own_version is not None else set())
+        versioned = indices.keys() | ({self.root} if self._own_version is not None else set())
         if any(
-            id(holder) not in versioned or holder.buffers or holder.state.version is None or holder.state.key_ids
+            holder not in versioned or holder.buffers or holder.state.version is None or holder.state.key_ids
             for holder in moved
         ):
             return ValueCheck(self.root, self.holders, key)
         later = copy.copy(self)  # another thread may be using this one
         later.key, later.token, later._versions = key, object(), self._versions.copy()
         for holder in moved:
-            for at in indices.get(id(holder), ()):
+            for at in indices.get(holder, ()):
                 later._versions[at] = holder.state.version
             if holder is self.root:
                 later._own_version = holder.state.version
@@ -704,12 +695,6 @@ def _children_of(
                 else:
                     parents.append(attributes)
     return is_parent, parents, children
-
-
-def _has_children(holder: ValueHolder) -> bool:
-    """True if a holder has the attributes of a module with children, other than the root."""
-    attributes = holder.container if holder.owner is not None and isinstance(holder.container, dict) else {}
-    return isinstance(attributes.get("_modules"), dict) and bool(_children(attributes))
 
 
 def _shows_dict(thing: Any, holder: ValueHolder) -> bool:
