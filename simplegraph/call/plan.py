@@ -130,11 +130,11 @@ class Plan:
         acts = self.program.breaks or self.guarded or self.waits or call.carried.places
         only_computes = self.only_replays and call.binding.only_computes and not (acts or self.debug or table.hooks)
         indices = self.program.indices
-        can_discard = False
         self._indices: SafeIndices | None = None
-        if only_computes and indices is not None and not indices.may_fault:
+        can_discard = only_computes and indices is not None and not indices.may_fault
+        if can_discard and indices is not None and (indices.ranges or indices.sources):
             safe = SafeIndices(self.slots, inputs, self.padded, indices, call.module)
-            can_discard, self._indices = safe.are_known, safe if safe.are_known and safe.are_any else None
+            can_discard, self._indices = safe.are_known, safe if safe.are_known else None
         self.calls_to_check_first = 1 if can_discard else -1
         self._checked_first = 0  # the calls that were checked first after the latest attempt without a result
 
@@ -144,7 +144,7 @@ class Plan:
         copies: Copies,
         attributes: dict[str, Any],
         reading: Reading,
-        comparison: ValueCheck,
+        check: ValueCheck,
         settings: TorchSettings,
     ) -> Any:
         """Launch the graph, and check the call while the GPU works. Call it with the pool's lock held.
@@ -154,7 +154,7 @@ class Plan:
             copies: what `bind` returned for them.
             attributes: the module's own.
             reading: checks what the graph reads of the module.
-            comparison: checks the plain values that the call must find.
+            check: checks the plain values that the call must find.
             settings: those of torch that the call must have.
 
         Returns:
@@ -178,7 +178,7 @@ class Plan:
                         is_there, reading.cache_releases = True, releases
                 if is_there:
                     result = self.replay(leaves, copies)
-                    is_same = comparison.holds(attributes) and reading.holds(attributes, comparison, read)
+                    is_same = check.holds(attributes) and reading.holds(attributes, check, read)
                     is_same = is_same and settings.hold()
                     if is_same and self._indices is not None:
                         self._indices.check(sources)

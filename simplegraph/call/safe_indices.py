@@ -35,7 +35,6 @@ class SafeIndices:
         limits: (place among the copies, lowest, highest, a table of this length) of each argument that is an index.
         are_known: True if every index of the graph is a constant, an argument in `limits`, which has memory of its own,
             or computed from buffers.
-        are_any: True if some are not constants.
     """
 
     def __init__(
@@ -59,7 +58,6 @@ class SafeIndices:
         self._buffers = _buffers_in(module, sources)
         self._as_checked = self._state()
         num_bytes = {storage_key(buffer): buffer.untyped_storage().nbytes() for buffer in self._buffers}
-        self.are_any = bool(ranges.ranges or sources)
         self.are_known = num_bytes.keys() == sources and sum(num_bytes.values()) <= _MAX_BYTES
 
     def _state(self) -> list[tuple[int, int]]:

@@ -6,6 +6,7 @@ is limited to its range before the launch, or from memory that did not change, t
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -85,31 +86,29 @@ class IndexRanges:
         tensors = strided_tensors(given)
         keys = set(map(storage_key, tensors))
         has_others = any(issubclass(type(leaf), Tensor) and leaf.layout is not torch.strided for leaf in given)
-        sources = None if has_others or facts.is_uninitialised else self._sources_of(tensors)
+        origins: list[_Origin | None] = list(map(self._origin, tensors))
+        sources: frozenset[int] | None = None
+        if not (None in origins or has_others or facts.is_uninitialised):
+            memory = ((origin.memory,) if isinstance(origin, IndexOrigin) else origin or () for origin in origins)
+            sources = frozenset(itertools.chain.from_iterable(memory))
+        if sources is not None and len(sources) > _MAX_SOURCES:
+            sources = None
         for key in keys if facts.written else ():
             self._origins[key] = sources, None
         for tensor in made:
             key = storage_key(tensor)
             if key not in keys:  # no view
-                self._origins[key] = self._copied(facts, tensors, tensor) or sources, tensor.dtype
+                whole = self._copied(tensors, tensor) if facts.name in _COPYING else None
+                self._origins[key] = whole or sources, tensor.dtype
 
-    def _copied(self, facts: OperatorFacts, tensors: Sequence[Tensor], made: Tensor) -> IndexOrigin | None:
-        """Return the memory all of whose integers an operator copied to a tensor; None if there is none."""
-        if facts.name not in _COPYING or len(tensors) != 1 or made.dtype not in INDICES:
+    def _copied(self, tensors: Sequence[Tensor], made: Tensor) -> IndexOrigin | None:
+        """Return the memory all of whose integers were copied to a tensor; None if there is none."""
+        if len(tensors) != 1 or made.dtype not in INDICES:
             return None
         origin = self._origin(tensors[0])
         if not isinstance(origin, IndexOrigin) or made.itemsize < tensors[0].itemsize:
             return None
         return origin if _count_elements(made) == origin.elements else None
-
-    def _sources_of(self, tensors: Sequence[Tensor]) -> frozenset[int] | None:
-        """Return the storages from whose values an operator computes; None if they are not known."""
-        sources: set[int] = set()
-        for origin in map(self._origin, tensors):
-            if origin is None:
-                return None
-            sources |= {origin.memory} if isinstance(origin, IndexOrigin) else origin
-        return frozenset(sources) if len(sources) <= _MAX_SOURCES else None
 
     def _origin(self, tensor: Tensor) -> _Origin | None:
         """Return where the values in a tensor come from; None if this is not known."""

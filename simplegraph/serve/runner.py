@@ -311,8 +311,8 @@ class GraphRunner:
         if context is not None and context.bypass is not None:
             return self.run_eagerly(module, args, kwargs, context.bypass)
         calls, layouts = self._calls, self._calls.layouts
-        comparison = values = plan = layout = None
-        late: Any = None  # a comparison that checks the call only after an early launch
+        check = values = plan = layout = None
+        late: Any = None  # a check that is made only after an early launch
         if calls.refusals.unchecked is not None and not self.carried.places:
             batch, is_described = (None, False) if context is None else (context.batch, True)
             refused = calls.refusals.refuse_unchecked(module, args, kwargs, batch, described=is_described)
@@ -325,13 +325,13 @@ class GraphRunner:
                 plain = calls.plain
                 plain.calls += 1
                 # Another thread may clear the checks.
-                comparison = None if plain.must_read else next(iter(plain.value_checks), None)
-                if comparison is not None and comparison.key is not None and layouts[0].launches_early:
-                    values, late = comparison.key, comparison
-                elif comparison is not None and comparison.key is not None and comparison.holds(vars(module)):
-                    values = comparison.key
+                check = None if plain.must_read else next(iter(plain.value_checks), None)
+                if check is not None and check.key is not None and layouts[0].launches_early:
+                    values, late = check.key, check
+                elif check is not None and check.key is not None and check.holds(vars(module)):
+                    values = check.key
                 else:
-                    values, comparison = plain(module), None
+                    values, check = plain(module), None
             # "continue": this layout cannot serve the call. After the last one, the call goes the slow way.
             # "break": the call is checked before the launch after all.
             for layout in layouts:
@@ -348,7 +348,7 @@ class GraphRunner:
                     continue
                 if late is not None and plan.calls_to_check_first:
                     if not late.holds(vars(module)):
-                        values, comparison = plain(module), None
+                        values, check = plain(module), None
                     late = None
                 autocast = autocast_dtype(layout.device_type) if ANY_AUTOCAST() else None
                 if autocast is not layout.autocast:
@@ -384,7 +384,7 @@ class GraphRunner:
                         result = plan.launch_early(leaves, copies, attributes, reading, late, layout.settings)
                         if result is CHECK_FIRST:
                             break
-                    elif not reading.holds(attributes, comparison):
+                    elif not reading.holds(attributes, check):
                         continue  # the slow way finds what changed, and if it counts
                     else:
                         try:

@@ -1796,8 +1796,8 @@ MUTANTS = [
     Mutant(
         "an index that is computed of an argument counts as one",
         "program/index_ranges.py",
-        "if facts.name not in _COPYING or len(tensors) != 1",
-        "if len(tensors) != 1",
+        "self._copied(tensors, tensor) if facts.name in _COPYING else None",
+        "self._copied(tensors, tensor)",
         FIRST,
     ),
     Mutant(
@@ -1852,15 +1852,15 @@ MUTANTS = [
     Mutant(
         "a graph whose recording was not observed is launched early",
         "call/plan.py",
-        "if only_computes and indices is not None and not indices.may_fault:",
-        "can_discard = only_computes and indices is None\n        if only_computes and indices is not None:",
+        "can_discard = only_computes and indices is not None and not indices.may_fault",
+        "can_discard = only_computes and (indices is None or not indices.may_fault)",
         FIRST,
     ),
     Mutant(
         "uninitialised memory counts as a constant index",
         "program/index_ranges.py",
-        "None if has_others or facts.is_uninitialised else",
-        "None if has_others else",
+        "if not (None in origins or has_others or facts.is_uninitialised):",
+        "if not (None in origins or has_others):",
         FIRST,
     ),
     Mutant(
@@ -1957,15 +1957,15 @@ MUTANTS = [
     Mutant(
         "what changed is not looked at after a launch",
         "call/plan.py",
-        "is_same = comparison.holds(attributes) and reading.holds(attributes, comparison, read)",
-        "is_same = reading.holds(attributes, comparison, read)",
+        "is_same = check.holds(attributes) and reading.holds(attributes, check, read)",
+        "is_same = reading.holds(attributes, check, read)",
         FIRST,
     ),
     Mutant(
         "what a graph reads is not compared after a launch",
         "call/plan.py",
-        "is_same = comparison.holds(attributes) and reading.holds(attributes, comparison, read)",
-        "is_same = comparison.holds(attributes)",
+        "is_same = check.holds(attributes) and reading.holds(attributes, check, read)",
+        "is_same = check.holds(attributes)",
         FIRST,
     ),
     Mutant(
