@@ -82,9 +82,9 @@ class HolderState(NamedTuple):
 
     container: int | None
     version: int | None
-    value_ids: list[int]
-    value_classes: list[type]
-    key_ids: list[int]
+    value_ids: Sequence[int]
+    value_classes: Sequence[type]
+    key_ids: Sequence[int]
     length: int | None
     buffers: list[Hashable]
     owner_class: int
@@ -176,8 +176,9 @@ class ValueHolder:
     def read_state(self) -> HolderState | None:
         """Return the present state; None if the container is gone. Call it before the values are read."""
         version = length = None
-        values: list[Any] = []
-        key_ids: list[int] = []
+        ids: Sequence[int] = ()
+        classes: Sequence[type] = ()
+        key_ids: Sequence[int] = ()
         try:
             container, owner = self.find(), self.owner and self.owner()
             if self.owner is not None and not self._is_view and own_dict(owner) is not container:
@@ -185,6 +186,7 @@ class ValueHolder:
             is_dict = issubclass(type(container), dict)
             if self.names is not None:
                 values = list(map(dict.get, itertools.repeat(container), self.names, itertools.repeat(ABSENT)))
+                ids, classes = list(map(identity_hash, values)), list(map(type, values))
             elif is_dict and dict.__len__(container) and not self._is_view and versions.dict_version is not None:
                 # The version of an empty dict does not change when the dict takes over another dict's items.
                 version = versions.dict_version(container)
@@ -194,11 +196,11 @@ class ValueHolder:
                 length = length_of(container)
             else:
                 values = list(dict.values(container) if is_dict else kind_of(type(container)).__iter__(container))
-                key_ids = list(map(identity_hash, keys_in_order(container))) if is_dict else []
+                ids, classes = list(map(identity_hash, values)), list(map(type, values))
+                key_ids = list(map(identity_hash, keys_in_order(container))) if is_dict else ()
         except Exception:  # another thread may change it
             return None
         found = None if self._is_view else id(container)
-        ids, classes = list(map(identity_hash, values)), list(map(type, values))
         buffers, kind = list(map(buffer_key, self.buffers)), type(container if owner is None else owner)
         return _new_state((found, version, ids, classes, key_ids, length, buffers, id(kind)))
 
