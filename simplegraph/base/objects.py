@@ -6,6 +6,7 @@ Classes are read by `type`, since `isinstance` reads `__class__`, which a mock f
 from __future__ import annotations
 
 import functools
+import gc
 import types
 import weakref
 from collections.abc import Callable
@@ -85,3 +86,9 @@ def is_set_by_hook(module: Any, attribute: str) -> bool:
     """True if a hook of torch's old `weight_norm` or `spectral_norm` sets this attribute of a module at each call."""
     hooks = getattr(module, "_forward_pre_hooks", {}).values()
     return any(type(hook).__module__ in _NORMS and getattr(hook, "name", "") == attribute for hook in hooks)
+
+
+def class_dict(kind: type) -> Any:
+    """Return the dict of a class, which has a version, instead of the view that `vars` returns."""
+    inner = gc.get_referents(vars(kind))
+    return inner[0] if len(inner) == 1 and type(inner[0]) is dict else dict(vars(kind))

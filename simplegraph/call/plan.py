@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import operator
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -123,6 +125,8 @@ class Plan:
         self._hosts = self._hosts if self.program.breaks else []
         self.addresses = {name: static.view(self.padded).data_ptr() for name, static in inputs.inputs.items()}
         self._prepare_outputs(call, self.program.outputs, self.program.spec)
+        if self.program.breaks:
+            self.program.look_after_breaks(functools.partial(call.plain.set_by_break, weakref.ref(call.module)))
         if self.padding and self.program.breaks:
             call.binding.cut_breaks(self.program, self.padded)
         # An early launch may be for a call that is meant for another graph. So it may write nothing but static inputs

@@ -11,6 +11,7 @@ value_check     what holds plain values, and `ValueCheck`: the check of these va
 links           the order in which a reading reads attributes and slots
 versions        the versions of dicts, which say when to read a dict again
 plain_state     the plain values that a call reads through Python, as a part of its key: reads what moved of them
+set_by_break    undoes what an eager break set in a replay, so that the call can be finished eagerly
 place_history   who changes which place, and so which places are guarded, and which make calls run eagerly
 holders         finds the objects that hold plain values
 values          keys of plain values

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from simplegraph.base.nested import ATOMS
-from simplegraph.base.objects import by_class, class_member, own_dict
+from simplegraph.base.objects import by_class, class_dict, class_member, own_dict
 from simplegraph.base.patches import Door, original_of
 from simplegraph.base.walk import (
     ALIASES,
@@ -404,7 +404,7 @@ class Holders:
         code = self.code
         guards = functools.partial(_is_named, None if code.computes_names else code.names)
         holders = [
-            ValueHolder(kind.__qualname__, _class_dict(kind), guards=guards, has_tensors=True)
+            ValueHolder(kind.__qualname__, class_dict(kind), guards=guards, has_tensors=True)
             for kind in code.classes.values()
             if not is_closed(kind.__module__)
         ]
@@ -469,9 +469,3 @@ def _viewed(view: Callable[[Any], Any], find: Callable[[], Any]) -> Any:
 
 def _nothing() -> Any:
     raise LookupError("the owner of a search's root holds it")
-
-
-def _class_dict(kind: type) -> Any:
-    """Return the dict of a class, which has a version, instead of the view that `vars` returns."""
-    inner = gc.get_referents(vars(kind))
-    return inner[0] if len(inner) == 1 and type(inner[0]) is dict else dict(vars(kind))

@@ -99,8 +99,14 @@ class PlacesInCode:
         return all(before is ABSENT and not (type(key) is str and key in names) for key, (before, _) in values.items())
 
 
-def _shown(place: Place) -> str:
+def shown_place(place: Place) -> str:
+    """Name a place, for messages."""
     return place[0] if place[1] is ALL else place_name(place)
+
+
+def why_set_by_break(names: str) -> str:
+    """Return why calls run eagerly after an eager break set these places, with a remedy."""
+    return f"{names}, which an eager break set and the forward may read: {IN_BREAK}"
 
 
 class NewValues:
@@ -184,14 +190,8 @@ class BreakChanges:
             self.suspend(changed, call)
 
     def suspend(self, changed: Mapping[Place, Entries], call: int) -> None:
-        """Let the next calls run eagerly if code in graphs may read one of these places.
-
-        A tensor that a break leaves is found by captures.
-        """
-        for place, values in changed.items():
-            is_opened = place[1] == CLASS and ABSENT in values[CLASS]  # an object got its first attribute, or lost it
-            if is_opened or all(is_of_tensor(now) for _, now in values.values()) or not self._may_be_read(place):
-                continue
+        """Let the next calls run eagerly if code in graphs may read one of these places."""
+        for place in self.read_of(changed):
             if (
                 place not in self._volatile or place not in self._suspensions
             ):  # new values alone may make calls run eagerly
@@ -199,6 +199,15 @@ class BreakChanges:
             quiet = _SUSPENDED_CALLS[min(self._suspensions[place], len(_SUSPENDED_CALLS) - 1)]
             self._volatile[place] = call - (_QUIET - quiet)
             self._set_by_breaks.add(place)
+
+    def read_of(self, changed: Mapping[Place, Entries]) -> list[Place]:
+        """Return the changed places that code in graphs may read. A tensor that a break leaves is found by captures."""
+        read = []
+        for place, values in changed.items():
+            is_opened = place[1] == CLASS and ABSENT in values[CLASS]  # an object got its first attribute, or lost it
+            if not (is_opened or all(is_of_tensor(now) for _, now in values.values())) and self._may_be_read(place):
+                read.append(place)
+        return read
 
     def note_equal(self, before: dict[Place, Any], guarded: set[Place]) -> bool:
         """Note that a replay of a graph equalled the latest run, eager breaks included.
@@ -222,7 +231,7 @@ class BreakChanges:
 
     def set_by_latest_run(self) -> list[str]:
         """Name what the latest run set and code in graphs may read."""
-        return [_shown(place) for place in self._set_by_run if self._may_be_read(place)]
+        return [shown_place(place) for place in self._set_by_run if self._may_be_read(place)]
 
     def forget(self) -> None:
         """Forget what breaks set so far."""
@@ -324,5 +333,5 @@ class PlaceHistory:
         """Return why calls run eagerly: the place that makes them, and a remedy."""
         place = next(iter(self.new_values.volatile))
         if place in self.breaks:
-            return f"{_shown(place)}, which an eager break set and the forward may read: {IN_BREAK}"
-        return f"{_shown(place)} takes new values all the time ({self.new_values.shown(place)}): {_REMEDY}"
+            return why_set_by_break(shown_place(place))
+        return f"{shown_place(place)} takes new values all the time ({self.new_values.shown(place)}): {_REMEDY}"

@@ -13,13 +13,14 @@ import itertools
 import operator
 import threading
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from simplegraph.base.objects import own_dict
 from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.guard.holders import Holders, SearchRoot
 from simplegraph.guard.place_history import Changes, Entries, HolderKind, PlaceHistory, PlacesInCode
+from simplegraph.guard.set_by_break import HolderBefore, SetByBreak, set_by_break
 from simplegraph.guard.value_check import ValueCheck, ValueHolder
 from simplegraph.guard.values import ALL, ORDER, Place, PlainValues, has_object, is_among, place_name
 from simplegraph.program.breaks.marks import ACTIVE
@@ -162,10 +163,55 @@ class PlainState:
     def attribute_to_breaks(self, module: Any) -> None:
         """Attribute changes since the key was read to eager breaks of a replay, and so to the module."""
         with self._lock:
-            self._history.changed_by_breaks(self._reader.read_changes(module), self.calls)
-            self._use_unguarded()
-            if not self._is_capture_or_proof:
-                self._make_key()
+            self._note_set_by_break(self._reader.read_changes(module))
+
+    def set_by_break(self, module: Callable[[], Any], *, is_last: bool) -> SetByBreak | None:
+        """Attribute changes since the key was read to an eager break of a replay, which has just run.
+
+        What later segments may read is set back, so that the call can be finished by a run from its start. Then call
+        `suspend`.
+
+        Args:
+            module: returns the module.
+            is_last: True if no other break follows in the replay. Before that, most is looked at, but quickly.
+
+        Returns:
+            What was set back; None if the replay may go on.
+        """
+        thing = module()
+        for check in self.value_checks[:1]:
+            if check.holds(own_dict(thing) or {}, is_brief=not is_last):
+                return None
+        with self._lock:
+            holders = [holder for check in self.value_checks for holder in check.holders]
+            before, entries = HolderBefore.all_of(holders), self._reader.entries
+            changes = self._reader.read_changes(thing)
+            changed = self._places.by_place(changes)
+            read = self._history.breaks.read_of(changed)
+            self._note_set_by_break({place: it for place, it in changes.items() if not is_among(place, {*read})})
+            if not read:
+                return None
+            holders = [holder for check in self.value_checks for holder in check.holders]
+            classes = self._places.code.classes.values() if self._places.code is not None else ()
+            of_read = {place: changed[place] for place in read}
+            found = set_by_break(of_read, before, (entries, self._reader.entries), holders, classes)
+            found.undo()
+            self._reader.read_changes(thing)
+            return found
+
+    def suspend(self, module: Any, found: SetByBreak) -> None:
+        """Let calls run eagerly for a while, since an eager break set what code in graphs may read."""
+        with self._lock:
+            own_changes, self._history.own_changes = self._history.own_changes, {}
+            self._history.changed_by_others(own_changes, self.calls)
+            self._history.breaks.suspend(found.changed, self.calls)  # after its new values were noted
+            self._note_set_by_break(self._reader.read_changes(module))
+
+    def _note_set_by_break(self, changes: Changes) -> None:
+        self._history.changed_by_breaks(changes, self.calls)
+        self._use_unguarded()
+        if not self._is_capture_or_proof:
+            self._make_key()
 
     def note_equal(self, before: dict[Place, Any]) -> bool:
         """Note that a replay equalled the latest run, eager breaks included; see `BreakChanges.note_equal`."""

@@ -62,6 +62,10 @@ class SameObject:
             return False
         return self._thing is other._thing is _nobody or self._thing() is other._thing() is not None
 
+    def thing(self) -> Any:
+        """Return the object; None if it has ended, or cannot be referenced."""
+        return self._thing()
+
     def __hash__(self) -> int:
         return self._id
 

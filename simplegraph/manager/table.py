@@ -31,7 +31,7 @@ from simplegraph.manager.stats import (
     origin,
     where_failed,
 )
-from simplegraph.program.breaks.break_calls import BreakTrace, ResultChanged
+from simplegraph.program.breaks.break_calls import BreakTrace, ReplayStopped
 from simplegraph.program.lent_outputs import LentOutputs
 from simplegraph.program.probes import Probe
 from simplegraph.program.program import Program
@@ -224,7 +224,7 @@ class ProgramTable:
                 graph.program.pass_rows(graph.descriptor.num_tokens - padding if padding else 0)
             try:
                 yield
-            except ResultChanged as error:
+            except ReplayStopped as error:
                 error.graph, error.returned = graph, graph.program.take_returned()
                 raise
             finally:

@@ -123,6 +123,11 @@ class Program:
             for step in self.breaks:
                 step.cut(rows)
 
+    def look_after_breaks(self, find_changes: Callable[..., Any]) -> None:
+        """Call this after each break of a replay, and tell it if the break `is_last`; see `Break`."""
+        for step in self.breaks:
+            step.find_changes = functools.partial(find_changes, is_last=step is self.breaks[-1])
+
     @functools.cached_property
     def lent(self) -> LentOutputs:
         """The outputs, as callers may hold them."""
@@ -296,6 +301,7 @@ class SegmentRecorder:
         with recording_breaks(None):
             passed = [self._hold(leaf, made) for leaf, made in zip(leaves, made_here, strict=True)]
         step = self._break(name, function, (args, kwargs), spec, leaves, passed)
+        step.effects = warmup_call.effects
         self._steps.append(step)
         self.device.begin(self.pool, self.generators, continues=True)
         site = BreakSite(leaves, passed, self._keep, self._cells)

@@ -1,4 +1,4 @@
-"""Decide if a call can be finished eagerly after an eager break stopped its replay by a result of another form."""
+"""Decide if a call can be finished eagerly after an eager break stopped its replay."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from simplegraph.base.tensors import storage_key
 from simplegraph.call.call import Call
 from simplegraph.call.inputs import PLAIN_TENSORS
 from simplegraph.guard.functions import computes_gradients
-from simplegraph.program.breaks.break_calls import HOLD_MORE, Break, ResultChanged, shown
+from simplegraph.program.breaks.break_calls import HOLD_MORE, Break, ReplayStopped, StateChanged, shown
 from simplegraph.program.breaks.eager import FinishedBreaks
 from simplegraph.program.breaks.marks import breaking_operators
 from simplegraph.serve.call_proof import GraphOwner
 
 
-def breaks_to_finish(owner: GraphOwner, call: Call, error: ResultChanged) -> FinishedBreaks:
-    """Let the call's size run eagerly from now on; return the breaks that ran in the replay, for an eager run.
+def breaks_to_finish(owner: GraphOwner, call: Call, error: ReplayStopped) -> FinishedBreaks:
+    """Return the breaks that ran in the replay, for an eager run.
 
     The eager run starts the forward again for this call. Each break runs only once: a break that ran in the replay
-    returns its result from the replay.
+    returns its result from the replay. After a result of another form, the call's size runs eagerly from now on.
 
     Raises:
         BreakError: an eager run would repeat other effects of the replay, or ``on_capture_failure`` is "raise".
@@ -37,17 +37,23 @@ def breaks_to_finish(owner: GraphOwner, call: Call, error: ResultChanged) -> Fin
     every = replayed.program.breaks
     steps = every[: every.index(error.step) + 1]
     returned = error.returned[: len(steps)]
+    found = error.found if isinstance(error, StateChanged) else None
     why = _hindrance(owner, call, steps, returned)
     error.graph, error.returned = None, ()  # a kept error must not keep memory alive
-    if table.ranks.size == 1:  # other ranks would wait for this rank
+    if found is None and table.ranks.size == 1:  # other ranks would wait for this rank
         table.device.synchronize()  # a segment still running must not lose its memory
         owner.refuse(call, error.cause, f"{HOLD_MORE}.")
-    if table.config.on_capture_failure == "raise":
+    if found is None and table.config.on_capture_failure == "raise":
         raise error
     if why:
-        said = f"This call cannot be finished eagerly: {why}.\n  {HOLD_MORE}; or capture again with reset_graphs()."
-        raise BreakError(f"{error.cause}.\n  {said}") from None
-    return FinishedBreaks(breaking_operators(), zip([step.function for step in steps], returned, strict=True))
+        raise unfinished(error, why) from None
+    calls = zip([step.function for step in steps], returned, strict=True)
+    return FinishedBreaks(breaking_operators(), calls, None if found is None else found.redo)
+
+
+def unfinished(error: ReplayStopped, why: str) -> BreakError:
+    """Return the error of a call that cannot be finished."""
+    return BreakError(f"{error.cause}.\n  This call cannot be finished eagerly: {why}.\n  {error.remedy}.")
 
 
 def _hindrance(owner: GraphOwner, call: Call, steps: Sequence[Break], returned: Sequence[Any]) -> str:

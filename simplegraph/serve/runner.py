@@ -52,7 +52,7 @@ from simplegraph.guard.torch_state import (
 from simplegraph.manager.lifecycle import LASTING, ModuleRecord, Stage
 from simplegraph.manager.manager import CudaGraphManager, CudaGraphSettings, Unpack
 from simplegraph.manager.stats import CaptureSummary, GraphReport, GraphStats, register
-from simplegraph.program.breaks.break_calls import ResultChanged
+from simplegraph.program.breaks.break_calls import ReplayStopped, StateChanged
 from simplegraph.program.breaks.marks import recording_breaks
 from simplegraph.serve.builder import GraphBuilder
 from simplegraph.serve.call_proof import prove
@@ -389,9 +389,10 @@ class GraphRunner:
                     else:
                         try:
                             result = plan.replay(leaves, copies)
-                        finally:
+                        except BaseException:
                             if plan.program.breaks:
                                 calls.plain.attribute_to_breaks(module)
+                            raise
                         if plan.calls_to_check_first > 0:
                             plan.note_checked()
                         layout.launches_early = not plan.calls_to_check_first
@@ -414,7 +415,7 @@ class GraphRunner:
                 self._record.refuse(error.reason)
             if layout is not None and type(plan) is Refusal:
                 calls.refusals.note(plan, layout)
-        except ResultChanged as error:
+        except ReplayStopped as error:
             return self._finish(module, args, kwargs, error)
         return self.run_eagerly(module, args, kwargs, *why, is_read=values is not None)
 
@@ -491,12 +492,29 @@ class GraphRunner:
                 return invoke(module, args, kwargs)
             return self.carried.run(functools.partial(invoke, module, args), kwargs, is_call=True)
 
-    def _finish(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], error: ResultChanged) -> Any:
-        """Finish a call eagerly after an eager break stopped its replay; its size runs eagerly from now on.
+    def _finish(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], error: ReplayStopped) -> Any:
+        """Finish a call eagerly after an eager break stopped its replay.
 
         Raises:
             BreakError: an eager run would repeat effects of the replay.
         """
+        from simplegraph.serve.finish import unfinished  # loaded only if needed
+
+        if not isinstance(error, StateChanged):
+            return self._finish_eagerly(module, args, kwargs, error, Reason.CAPTURE_FAILED, error.cause)
+        try:
+            if error.found.hindrance:
+                raise unfinished(error, error.found.hindrance) from None
+            why = Reason.PYTHON_STATE, error.found.why
+            return self._finish_eagerly(module, args, kwargs, error, *why)
+        finally:
+            error.found.redo()
+            self._calls.plain.suspend(module, error.found)
+
+    def _finish_eagerly(
+        self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], error: ReplayStopped, *why: Any
+    ) -> Any:
+        """Finish a call by an eager run, in which the breaks that ran in the replay return what they returned there."""
         from simplegraph.serve.finish import breaks_to_finish  # loaded only if needed
 
         with self._lock:
@@ -507,7 +525,7 @@ class GraphRunner:
             with builder.manager.pool.lock:
                 breaks = breaks_to_finish(builder, call, error)
         with bypassed(Reason.NESTED), recording_breaks(breaks):
-            result = self.run_eagerly(module, args, kwargs, Reason.CAPTURE_FAILED, error.cause, call.batch)
+            result = self.run_eagerly(module, args, kwargs, *why, call.batch)
         breaks.check_done()
         return result
 

@@ -29,24 +29,49 @@ HOLD_MORE = (
 )
 
 
-class ResultChanged(BreakError):
-    """Stops a replay at a break whose result differs in form from the captured one.
+class ReplayStopped(BreakError):
+    """Stops a replay at a break, since the segments after it were captured for something else.
+
+    Args:
+        step: the break.
+        cause: what it did, as a sentence without a period.
+        expected: what the segments after it were captured for.
+        remedy: what to do, as a sentence without a period.
 
     Attributes:
-        step: the break.
-        cause: the sentence that names the result and the expected result.
         graph: the `CapturedGraph` that was replayed; None until the table sets it.
         returned: the results of the breaks in this replay, in order; empty if they were not kept.
     """
 
-    def __init__(self, step: Break, problem: str) -> None:
-        self.step, self.cause = step, f"eager break {step.name} returned {problem}"
+    def __init__(self, step: Break, cause: str, expected: str, remedy: str) -> None:
+        self.step, self.cause, self.remedy = step, cause, remedy
         self.graph: Any = None
         self.returned: Sequence[Any] = ()
         super().__init__(
-            f"{self.cause}.\n  The segments after it were captured for results of one structure, shape and dtype, and "
-            f"numbers of one value, and did not run.\n  {HOLD_MORE}; or capture again with reset_graphs()."
+            f"{cause}.\n  The segments after it were captured for {expected}, and did not run.\n  {remedy}."
         )
+
+
+class ResultChanged(ReplayStopped):
+    """Stops a replay at a break whose result differs in form from the captured one."""
+
+    def __init__(self, step: Break, problem: str) -> None:
+        expected = "results of one structure, shape and dtype, and numbers of one value"
+        remedy = f"{HOLD_MORE}; or capture again with reset_graphs()"
+        super().__init__(step, f"eager break {step.name} returned {problem}", expected, remedy)
+
+
+class StateChanged(ReplayStopped):
+    """Stops a replay at a break that set what the segments after it may read.
+
+    Attributes:
+        found: what it set; see `guard.set_by_break.SetByBreak`.
+    """
+
+    def __init__(self, step: Break, found: Any) -> None:
+        cause = f"eager break {step.name} set {found.names}, which the forward may read"
+        super().__init__(step, cause, "the values before", found.remedy)
+        self.found = found
 
 
 @dataclasses.dataclass(eq=False)
@@ -132,6 +157,7 @@ class BreakCall(NamedTuple):
         spec, results: the structure of the result, and its leaves.
         problem: why no graph can contain this break; None if a graph can.
         arguments: a description of each leaf of the arguments; None if the call is derived from two other sizes.
+        effects: see `Break`.
     """
 
     function: Callable[..., Any]
@@ -140,6 +166,7 @@ class BreakCall(NamedTuple):
     results: tuple[Result, ...]
     problem: str | None = None
     arguments: tuple[Argument, ...] | None = None
+    effects: str | None = None
 
     @property
     def any_size(self) -> bool:
@@ -312,9 +339,11 @@ class Break:
         spec, accepts: the structure of the result, and the function that accepts each leaf; set during the capture.
         tails: padding rows of arguments that the break fills, at the current number of rows.
         effects: why an eager run that repeats the forward up to this break would differ from the first run; empty if
-            it would not, None before a proof.
+            it would not, None if nothing was observed. A warmup observes it, and a proof adds to that.
         keeps: True if the result is kept until the replay is over.
         returned: the result in the current replay.
+        find_changes: called after each call; returns what the call set and later segments may read, or None. None if
+            nobody looks.
         dims: the batch dimensions of arguments and results; None if the break is passed padding rows, too.
     """
 
@@ -331,6 +360,7 @@ class Break:
     effects: str | None = None
     keeps: bool = False
     returned: Any = None
+    find_changes: Callable[[], Any] | None = None
     dims: BreakRows | None = None
 
     def __post_init__(self) -> None:
@@ -348,6 +378,7 @@ class Break:
 
         Raises:
             ResultChanged: the result differs in form from the one that the next segment was captured with.
+            StateChanged: the call set what the next segments may read.
         """
         args, kwargs = self.rebuilt() if self.rebuilt else (self.args, self.kwargs)
         if self.modes is None:
@@ -358,6 +389,8 @@ class Break:
 
     def _take(self, result: Any) -> None:
         self.returned = result
+        if self.find_changes is not None and (found := self.find_changes()) is not None:
+            raise StateChanged(self, found)
         leaves, spec = flatten(result)
         if spec != self.spec:
             raise self._refused(f"{_nesting(spec)} where it returned {_nesting(self.spec)} before")

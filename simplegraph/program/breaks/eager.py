@@ -53,6 +53,8 @@ _GRADIENTS = (
     "returns or changes what gradients flow through, and a backward in the graph would not reach what it is computed "
     "from. Pass it tensors without gradients (tensor.detach()), or let it hold the backward, too"
 )
+_PASSED = "it writes to what it is passed"
+_EARLIER = "memory from before the call was written by then"
 _KEEPS = "keeps a tensor that it is passed, whose memory later replays write; keep a clone"
 
 
@@ -132,7 +134,9 @@ class BreakTracer:
         results = tuple(result for result in classified if isinstance(result, Result))
         problem = problem or next((said for said in classified if isinstance(said, str)), None)
         self._handed_on += [value for value, it in zip(leaves, classified, strict=True) if _is_handed_on(it)]
-        self.trace.calls.append(BreakCall(function, made_here, spec, results, problem, described))
+        effects = _PASSED if keys - unwritten else ""
+        effects = _EARLIER if observer.written or observer.launched else effects
+        self.trace.calls.append(BreakCall(function, made_here, spec, results, problem, described, effects))
         return result
 
     def _describe(self, leaf: Any, made: bool, filled: Collection[int]) -> Argument:
@@ -265,9 +269,9 @@ class BreakTape:
         ]
         read = [None if full else copy for full, copy in zip(filled, before, strict=True)]
         pairs = zip(passed, before, strict=True)
-        effects = "it writes to what it is passed" if any(_differ(leaf, copy) for leaf, copy in pairs) else ""
+        effects = _PASSED if any(_differ(leaf, copy) for leaf, copy in pairs) else ""
         if observer.written or observer.launched:
-            effects = "memory from before the call was written by then"
+            effects = _EARLIER
         self.calls.append(
             RecordedBreak(
                 function,
@@ -358,10 +362,16 @@ class FinishedBreaks:
     Args:
         operators: operators that break by themselves.
         calls: the functions of the breaks that ran in the replay, and their results.
+        redo: called before the last of these returns; sets again what it set.
     """
 
-    def __init__(self, operators: frozenset[Any], calls: Iterable[tuple[Any, Any]]) -> None:
-        self.operators = operators
+    def __init__(
+        self,
+        operators: frozenset[Any],
+        calls: Iterable[tuple[Any, Any]],
+        redo: Callable[[], object] | None = None,
+    ) -> None:
+        self.operators, self._redo = operators, redo
         self._remaining = list(calls)
 
     def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -372,6 +382,8 @@ class FinishedBreaks:
         earlier, result = self._remaining.pop(0)
         if earlier != function:
             raise BreakError(f"the forward called eager break {name_of(earlier)} before, and now {name_of(function)}.")
+        if self._redo is not None and not self._remaining:
+            self._redo()
         return result
 
     def check_done(self) -> None:

@@ -158,7 +158,7 @@ def test_another_result_than_before_is_an_error_before_the_next_segment_runs(
 
     Switch.function = before
     module = Counting()
-    model = piecewise(module, device, capture_sizes=[4])
+    model = piecewise(module, device, capture_sizes=[4], on_capture_failure="raise")
     x = torch.randn(4, 4, device=device)
     for _ in range(3):
         model(x)
@@ -184,7 +184,7 @@ def test_memory_from_elsewhere_is_read_in_place_and_a_move_is_refused(device: to
             found.add_(1)
             return x + found
 
-    model = piecewise(Reading(), device, capture_sizes=[4])
+    model = piecewise(Reading(), device, capture_sizes=[4], on_capture_failure="raise")
     x = torch.zeros(4, 4, device=device)
     results = [model(x)[0, 0].item() for _ in range(4)]
     assert results == [2, 3, 4, 5]

@@ -1,0 +1,291 @@
+"""A break that sets what the forward reads at some calls only: no replay goes on with the earlier value."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import simplegraph as sg
+from simplegraph.base.errors import BreakError
+from simplegraph.base.reasons import Reason
+from tests.graph.breaks.models import Calls, piecewise
+
+pytestmark = [pytest.mark.usefixtures("inference_mode"), pytest.mark.proofs]
+
+NUMBER = 1.0
+
+
+class Slotted:
+    __slots__ = ("number",)
+
+    def __init__(self, number: float) -> None:
+        self.number = number
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    number: float = 1.0
+
+
+class Kept:
+    """Stays alive, whoever holds it."""
+
+    instances: dict[float, Kept]
+
+    def __init__(self, number: float) -> None:
+        self.number = number
+
+
+Kept.instances = {number: Kept(number) for number in (1.0, 2.0)}
+
+
+class Setting(nn.Module):
+    """Reads a number before and after its break, which sets it to 2 for positive rows."""
+
+    of_class = 1.0
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        global NUMBER
+        NUMBER, Setting.of_class = 1.0, 1.0
+        self.way, self.number, self.parts = way, 1.0, (1.0, "text")
+        self.found, self.items, self.names = {"number": 1.0}, [1.0, 3.0], {1}
+        self.state, self.slotted, self.inner = SimpleNamespace(number=1.0), Slotted(1.0), nn.Identity()
+        self.frozen, self.kept, self.lengths = Frozen(), Kept.instances[1.0], {3: [1.0]}
+        self.inner.number = 1.0
+        self.variable, self.octets = closed(), bytearray([1])
+
+    @sg.eager_break
+    def look(self, x: Tensor) -> Tensor:
+        global NUMBER
+        Calls.breaks += 1
+        if (number := 1.0 + float(x[0, 0] > 0)) == self.read():
+            return x.clone()
+        if self.way == "an attribute":
+            self.number = number
+        elif self.way == "a part of a tuple":
+            self.parts = number, *self.parts[1:]
+        elif self.way == "an item of a dict":
+            self.found["number"] = number
+        elif self.way == "a new dict":
+            self.found = {"number": number}
+        elif self.way == "an item of a list":
+            self.items[0] = number
+        elif self.way == "a longer list":
+            self.items.insert(0, number)
+        elif self.way == "a new list":
+            self.items = [number]
+        elif self.way == "a set":
+            self.names = {1} if number == 1.0 else {1, 2}
+        elif self.way == "an item of a set":
+            (self.names.discard if number == 1.0 else self.names.add)(2)
+        elif self.way == "an object":
+            self.state.number = number
+        elif self.way == "slots":
+            self.slotted.number = number
+        elif self.way == "a submodule":
+            self.inner.number = number
+        elif self.way == "another object":
+            self.kept = Kept.instances[number]
+        elif self.way == "nested":
+            self.lengths[3][0] = number
+        elif self.way == "a class":
+            Setting.of_class = number
+        elif self.way == "a global":
+            NUMBER = number
+        elif self.way == "a closure":
+            self.variable(number)
+        elif self.way == "a new object":
+            self.frozen = Frozen(number)
+        elif self.way == "an item of an array":
+            self.octets[0] = int(number)
+        return x.clone()
+
+    def read(self) -> float:
+        return max(
+            self.number,
+            self.parts[0],
+            self.found["number"],
+            self.items[0],
+            self.state.number,
+            self.slotted.number,
+            self.inner.number,
+            self.kept.number,
+            self.lengths[3][0],
+            self.of_class,
+            NUMBER,
+            self.variable(),
+            self.frozen.number,
+            float(self.octets[0]),
+            float(len(self.names)),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        Calls.forwards += 1
+        before = self.read()
+        y = self.look(x + 1)
+        return y * 10 * before + self.read()
+
+
+def closed() -> Any:
+    number = 1.0
+
+    def use(new: float | None = None) -> float:
+        nonlocal number
+        if new is not None:
+            number = new
+        return number
+
+    return use
+
+
+WAYS = (
+    *("an attribute", "a part of a tuple", "an item of a dict", "a new dict", "an item of a list", "a longer list"),
+    *("a new list", "a set", "an item of a set", "an object", "slots", "a submodule", "another object", "nested"),
+    *("a class", "a global", "a closure", "a new object"),
+)
+
+
+def rows(number: float, device: torch.device) -> Tensor:
+    return torch.full((4, 4), 0.5 if number == 2.0 else -1.5, device=device)
+
+
+@pytest.mark.parametrize("verify", [0, 1])
+@pytest.mark.parametrize("way", WAYS)
+def test_the_call_is_finished_eagerly_with_what_the_break_set(device: torch.device, way: str, verify: int) -> None:
+    model = piecewise(Setting(way), device, capture_sizes=[4], verify=verify)
+    before, finished = 1.0, 0
+    for call in range(240):
+        number = 2.0 if call > 8 and call % 60 > 40 else 1.0
+        x, breaks, replays = rows(number, device), Calls.breaks, model.graph_stats.replays
+        found = model(x)
+        assert torch.equal(found, (x + 1) * 10 * before + number), call
+        if model.graph_stats.replays == replays:
+            finished += number != before
+            assert Calls.breaks == breaks + 1, "each break runs once"
+        assert sg.unwrap(model).read() == number
+        before = number
+    assert finished
+    assert model.graph_stats.replays > 10
+    assert not model.graph_stats.failures
+
+
+class Drawing(Setting):
+    """Draws random numbers before its break."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + torch.rand_like(x) * 0)
+
+
+class Accumulating(Setting):
+    """Writes to a buffer before its break."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__(way)
+        self.register_buffer("sums", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.sums += x.sum(0)
+        return super().forward(x)
+
+
+class Doubling(Setting):
+    """Has a break that writes to what it is passed, and whose code sums that up."""
+
+    @sg.eager_break
+    def double(self, x: Tensor) -> None:
+        x *= 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x + 0
+        self.double(y)
+        return super().forward(y / 2)
+
+
+@pytest.mark.parametrize("verify", [0, 1])
+@pytest.mark.parametrize(
+    ("kind", "way", "why"),
+    [
+        (Setting, "an item of an array", "what that was is not known any more"),
+        (Drawing, "an attribute", "the forward draws random numbers"),
+        (Doubling, "an attribute", "it writes to what it is passed"),
+        (Accumulating, "an attribute", "memory from before the call was written by then"),
+    ],
+)
+def test_a_call_that_cannot_be_finished_raises(
+    device: torch.device, kind: type[Setting], way: str, why: str, verify: int
+) -> None:
+    model = piecewise(kind(way), device, capture_sizes=[4], verify=verify)
+    for _ in range(12):
+        model(rows(1.0, device))
+    assert model.graph_stats.replays
+    with pytest.raises(BreakError, match=r"set (number|octets), which the forward may read") as error:
+        model(rows(2.0, device))
+    assert why in str(error.value)
+    assert "Let the break do what depends on it" in str(error.value)
+    assert sg.unwrap(model).read() == 2.0  # as after eager's break
+    for number in (2.0, 2.0):
+        before, x = sg.unwrap(model).read(), rows(number, device)
+        assert torch.equal(model(x), (x + 1) * 10 * before + number)
+
+
+def test_the_report_says_what_was_set(device: torch.device, caplog: pytest.LogCaptureFixture) -> None:
+    model = piecewise(Setting("an attribute"), device, capture_sizes=[4], verify=1)
+    for _ in range(12):
+        model(rows(1.0, device))
+    eager = model.graph_stats.eager[Reason.PYTHON_STATE]
+    model(rows(2.0, device))
+    assert model.graph_stats.eager[Reason.PYTHON_STATE] == eager + 1
+    assert "number, which an eager break set and the forward may read: let the break" in caplog.text
+
+
+class Several(nn.Module):
+    """Has a break that sets a number between others, which write memory or not."""
+
+    def __init__(self, *, is_counting: bool = False) -> None:
+        super().__init__()
+        self.number, self.is_counting, self.seen = 1.0, is_counting, 0
+
+    @sg.eager_break
+    def first(self, x: Tensor) -> Tensor:
+        Calls.breaks += 1
+        self.seen += 1  # only breaks name it
+        return x + 1
+
+    @sg.eager_break
+    def second(self, x: Tensor) -> Tensor:
+        Calls.breaks += 1
+        if float(x[0, 0]) > 5:
+            self.number = 2.0
+        return x * 2
+
+    @sg.eager_break
+    def third(self, x: Tensor) -> Tensor:
+        Calls.breaks += 1
+        return x + self.number
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x * self.number)
+        y = self.second(y * self.number)
+        return self.third(y * self.number) * self.number
+
+
+@pytest.mark.parametrize("number_of_rows", [3, 4])
+def test_later_breaks_run_once_with_the_new_number(device: torch.device, number_of_rows: int) -> None:
+    model = piecewise(Several(), device, capture_sizes=[4])
+    small = torch.ones(number_of_rows, 4, device=device)
+    for _ in range(8):
+        assert torch.equal(model(small), (small + 1) * 2 + 1)
+    assert model.graph_stats.replays
+    replays, calls, x = model.graph_stats.replays, Calls.breaks, small * 9
+    assert torch.equal(model(x), ((x + 1) * 2 * 2 + 2) * 2)
+    assert Calls.breaks == calls + 3
+    assert model.graph_stats.replays == replays
+    for _ in range(8):
+        assert torch.equal(model(small), ((small * 2 + 1) * 2 * 2 * 2 + 2) * 2)
+    assert model.graph_stats.replays > replays
