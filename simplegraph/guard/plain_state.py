@@ -195,7 +195,12 @@ class PlainState:
             classes = self._places.code.classes.values() if self._places.code is not None else ()
             of_read = {place: changed[place] for place in read}
             found = set_by_break(of_read, before, (entries, self._reader.entries), holders, classes)
-            found.undo()
+
+            def are_equal() -> bool:
+                self._reader.read_changes(thing)
+                return not any(is_among(place, {*read}) for place in changes_between(entries, self._reader.entries))
+
+            found.undo(are_equal)
             self._reader.read_changes(thing)
             return found
 

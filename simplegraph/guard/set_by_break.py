@@ -11,7 +11,7 @@ from simplegraph.base.objects import class_dict
 from simplegraph.base.walk import held_by
 from simplegraph.guard.place_history import IN_BREAK, Changes, Entries, shown_place, why_set_by_break
 from simplegraph.guard.value_check import ValueHolder
-from simplegraph.guard.values import CLASS, Place, SameObject, dotted, value_key
+from simplegraph.guard.values import ALL, CLASS, Place, SameObject, place_name, value_key
 from simplegraph.program.snapshot import ABSENT, put, restore, value_at
 
 
@@ -52,13 +52,13 @@ class SetByBreak:
     Attributes:
         changed: the changed places that later segments may read, as `PlacesInCode.by_place` groups them.
         undone, done: functions that undo the changes, and that make them again; empty if that is impossible.
-        hindrance: why the changes cannot be undone; empty if they can.
+        is_undone: True if the places were set to what they held before.
     """
 
     changed: Mapping[Place, Entries]
     undone: list[Callable[[], object]] = dataclasses.field(default_factory=list)
     done: list[Callable[[], object]] = dataclasses.field(default_factory=list)
-    hindrance: str = ""
+    is_undone: bool = False
     remedy = IN_BREAK[:1].upper() + IN_BREAK[1:]
 
     @property
@@ -71,16 +71,28 @@ class SetByBreak:
         """Why the call runs eagerly."""
         return why_set_by_break(self.names)
 
-    def undo(self) -> None:
-        """Set the places to what they held before the break."""
-        for undo in self.undone:
-            undo()
+    @property
+    def hindrance(self) -> str:
+        """Why the call cannot be finished; empty if the places were set to what they held before."""
+        lost = f"the code before the break may read {self.names}, and what that was is not known any more"
+        return "" if self.is_undone else lost
+
+    def undo(self, are_equal: Callable[[], bool]) -> None:
+        """Set the places to what they held before the break, if that is known, and `are_equal` says that it is so."""
+        try:
+            for undo in self.undone:
+                undo()
+            self.is_undone = are_equal()
+        except Exception:  # another thread changes them
+            self.is_undone = False
+        if not self.is_undone:
+            self.redo()
 
     def redo(self) -> None:
         """Set the places to what the break set, once."""
-        for redo in self.done:
+        done, self.done = self.done, []
+        for redo in done:
             redo()
-        self.done.clear()
 
 
 def set_by_break(
@@ -107,8 +119,6 @@ def set_by_break(
             found.undone.append(undo)
             found.done.append(redo)
     except Exception:  # it is lost, or another thread changes it
-        found.hindrance = f"the code before the break may read {found.names}, and what that was is not known any more"
-    if found.hindrance:
         found.undone, found.done = [], []
     return found
 
@@ -131,35 +141,34 @@ class _Undoing:
 
     def edits(self, changes: Changes) -> Iterator[_Edit]:
         """Yield how to undo each change, and how to make it again. Raises _Lost."""
-        replaced: set[str] = set()  # names of containers and objects that another one replaced
-        lists: set[str] = set()
+        done: set[Place] = set()
         for name, key in sorted(changes, key=lambda place: place[0].count(".")):  # outer ones first
-            above = self._replaced_above(name)
-            if above is not None:
-                if above not in replaced:
-                    replaced.add(above)
-                    yield self._link(above)
-            elif isinstance(held_by(self._place(name)), tuple):
-                if name not in lists:
-                    lists.add(name)
-                    yield self._items(name)
-            else:
-                yield self._entry(name, key)
+            if name not in self._before or name not in self._now:
+                continue  # what leads to it was set, and is undone
+            above = next(filter(self._is_replaced, _names_above(name)), None)
+            place = (name, key) if above is None else self._place_of_holder(above)
+            where = self._where(place[0])
+            is_list = isinstance(held_by(where), tuple)
+            place = (place[0], ALL) if is_list else place
+            if place not in done:
+                done.add(place)
+                yield self._items(name if above is None else place[0], where) if is_list else self._entry(*place, where)
 
-    def _replaced_above(self, name: str) -> str | None:
-        """Return the outermost holder on the way to a name, itself included, that is another object than before."""
-        parts = name.split(".")
-        for count in range(1, len(parts) + 1):
-            above = ".".join(parts[:count])
-            before, now = self._before.get(above), self._now.get(above)
-            if before is None and now is None:
-                continue
-            if before is None or now is None or before.identity != _identity(now):
-                return above
-        return None
+    def _is_replaced(self, name: str) -> bool:
+        """True if the holder of this name is of another container or object than before."""
+        before, now = self._before.get(name), self._now.get(name)
+        return before is not None and now is not None and before.identity != _identity(now)
 
-    def _place(self, name: str) -> Any:
-        """Return what `put` changes for a holder."""
+    def _place_of_holder(self, name: str) -> Place:
+        """Return the place at which a container or object lies. Raises _Lost."""
+        parent, _, _ = name.rpartition(".")
+        if parent not in self._now or parent not in self._before:
+            raise _Lost
+        keys = (key for key in self._entries[0][parent] if place_name((parent, key)) == name)
+        return parent, next(keys, name.rpartition(".")[2])
+
+    def _where(self, name: str) -> Any:
+        """Return what `put` changes for a holder. Raises _Lost."""
         holder = self._now[name]
         if holder.cell is not None:
             return holder.cell
@@ -172,56 +181,58 @@ class _Undoing:
             return holder.owner()
         return next((kind for kind in self._classes if class_dict(kind) is found), found)
 
-    def _link(self, name: str) -> _Edit:
-        """Return the edit that puts the earlier container or object back in place of the present one."""
-        parent, _, key = name.rpartition(".")
-        if parent not in self._now:
-            raise _Lost
-        place, before = self._place(parent), self._before.get(name)
-        contents = held_by(place)
-        at = next((it for it in (contents if isinstance(contents, dict) else ()) if dotted("", it) == key), key)
-        entry, earlier = self._entries[0].get(parent, {}).get(_key_of(at), ABSENT), None
-        if before is not None:
-            earlier = before.holder.container if before.holder.owner is None else before.holder.owner()
-        return _edit(place, at, self._value(parent, entry) if earlier is None else earlier)
-
-    def _entry(self, name: str, key: Hashable) -> _Edit:
+    def _entry(self, name: str, key: Hashable, where: Any) -> _Edit:
         """Return the edit of one attribute or item."""
         if key == CLASS:
             raise _Lost
-        place = self._place(name)
-        at = next((it for it in held_by(place) if _key_of(it) == key), ABSENT)
+        at = next((it for it in held_by(where) if _key_of(it) == key), ABSENT)
         if at is ABSENT:
-            at = key if type(key) is str else self._value(name, key)
-        return _edit(place, at, self._value(name, self._entries[0][name].get(key, ABSENT)))
+            at = key if type(key) is str else self._plain(name, key)
+        earlier = self._earlier(name, key, self._entries[0][name].get(key, ABSENT))
+        return functools.partial(_put, where, at, earlier), functools.partial(_put, where, at, value_at(where, at))
 
-    def _items(self, name: str) -> _Edit:
+    def _items(self, name: str, where: Any) -> _Edit:
         """Return the edit of all items of a list or set."""
-        place = self._place(name)
-        now = held_by(place)
+        now = held_by(where)
         old, present = (entries[name] for entries in self._entries)
-        is_set, earlier = issubclass(type(place), set), list[Any]()
+        is_set, earlier = issubclass(type(where), set), list[Any]()
         for key, entry in old.items():
             at = next((at for at, item in enumerate(now) if _key_of(item if is_set else at) == key), None)
-            if at is not None and (is_set or present.get(key, ABSENT) == entry):
+            is_there = at is not None and present.get(key, ABSENT) == entry
+            if at is not None and is_there and not self._is_replaced(place_name((name, key))):
                 earlier.append(now[at])
             elif key != CLASS:
-                earlier.append(self._value(name, key if is_set else entry))
-        return functools.partial(restore, place, tuple(earlier)), functools.partial(restore, place, now)
+                earlier.append(self._plain(name, key) if is_set else self._earlier(name, key, entry))
+        return functools.partial(restore, where, tuple(earlier)), functools.partial(restore, where, now)
 
-    def _value(self, name: str, entry: Any) -> Any:
-        """Return the value or key that an entry stands for. Raises _Lost."""
+    def _earlier(self, name: str, key: Hashable, entry: Any) -> Any:
+        """Return the value that was at a place, whose entry this is. Raises _Lost."""
         if entry is ABSENT:
             return ABSENT
-        thing = entry.thing() if type(entry) is SameObject else None
-        found = next((it for it in self._before[name].plain if value_key(it) == entry), thing)
-        if found is None and entry != value_key(None):
-            raise _Lost
-        return found
+        before = self._before.get(place_name((name, key)))
+        if before is not None:
+            thing = before.holder.container if before.holder.owner is None else before.holder.owner()
+        else:
+            thing = entry.thing() if type(entry) is SameObject else None
+        return self._plain(name, entry) if thing is None else thing
+
+    def _plain(self, name: str, entry: Any) -> Any:
+        """Return the plain value or key that an entry stands for. Raises _Lost."""
+        for value in self._before[name].plain:
+            if value_key(value) == entry:
+                return value
+        raise _Lost
 
 
-def _edit(place: Any, key: Any, earlier: Any) -> _Edit:
-    return functools.partial(put, place, key, earlier), functools.partial(put, place, key, value_at(place, key))
+def _names_above(name: str) -> Iterator[str]:
+    """Yield the names of all that leads to a holder, the outermost first, and its own."""
+    parts = name.split(".")
+    return (".".join(parts[:count]) for count in range(1, len(parts) + 1))
+
+
+def _put(place: Any, key: Any, value: Any) -> None:
+    if value is not ABSENT or value_at(place, key) is not ABSENT:
+        put(place, key, value)
 
 
 def _key_of(key: Any) -> Any:

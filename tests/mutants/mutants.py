@@ -2062,8 +2062,8 @@ MUTANTS = [
     Mutant(
         "a call is finished with what the break set in place of what the code before the break read",
         "guard/plain_state.py",
-        "            found.undo()\n",
-        "            pass\n",
+        "            found.undo(are_equal)\n",
+        "            found.is_undone = True\n",
         ("tests/graph/breaks/test_set_at_some_calls.py",),
     ),
     Mutant(
