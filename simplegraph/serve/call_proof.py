@@ -152,6 +152,9 @@ class _CallProof:
             # Torch chooses kernels by alignment and strides, too, and another kernel may round differently.
             return proof.compare(again, same_kernels=self._plan.same_layout(self._call.leaves))
         try:
+            mismatch = self._check_padded_indices(proof)
+            if mismatch is not None:
+                return mismatch
             first = again()
             # With declared padding values, padding rows may be written to memory: only real rows are compared.
             declared = any(static.arg.pad is not None for static in self._plan.inputs.inputs.values())
@@ -210,6 +213,26 @@ class _CallProof:
                 return None
             mismatch = mismatch or first_difference(eager.outputs, expected, tolerance=proof.rounding)
             return mismatch and f"with {half} of {plan.rows} rows {mismatch}"
+
+    def _check_padded_indices(self, proof: ReplayProof) -> str | None:
+        """Describe an index of a run on all padded rows that is out of range; None if there is none.
+
+        A replay would end the process's use of the GPU. Arguments are padded by valid indices.
+        """
+        plan, indices = self._plan, self._plan.program.indices
+        if indices is None or not indices.may_fault:
+            return None
+        if plan.program.breaks or proof.draws or self._ranks.size > 1:  # as in `_compare_parts`
+            return None
+        with Undo(None, ()) as undo:
+            undo.watch(self._call.module, code=True, plain=self._call.plain)
+            try:
+                self._run_part(proof, plan.padded)
+            except IndexError as error:
+                return f"eager raises IndexError with {plan.padded} rows: {error}"
+            except Exception:  # replays show if that counts
+                logger.debug("%s fails with %d rows", self._label, plan.padded, exc_info=True)
+        return None
 
     def _run_part(self, proof: ReplayProof, rows: int) -> tuple[Effects, str | None]:
         """Run eagerly on the first `rows` rows of the static inputs; return its effects, and `learn_numbers` of it."""

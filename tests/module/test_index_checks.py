@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import simplegraph as sg
+from simplegraph.base.reasons import Reason
+from simplegraph.manager.replay_proof import ReplayProof
 from simplegraph.program.index_checks import IndexChecks
 
 ROWS, WIDTH = 8, 4
@@ -40,6 +42,23 @@ def reached(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(IndexChecks, "leave", seen)
     return found
+
+
+@pytest.fixture
+def failed_replays(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """List the errors of replays in proofs, of which some would end the use of a GPU."""
+    failed: list[str] = []
+    replay = ReplayProof.replay
+
+    def watched(self: Any, *args: Any) -> Any:
+        try:
+            return replay(self, *args)
+        except Exception as error:
+            failed.append(str(error))
+            raise
+
+    monkeypatch.setattr(ReplayProof, "replay", watched)
+    return failed
 
 
 def by_columns(index: Tensor) -> Tensor:
@@ -176,3 +195,36 @@ def test_a_mask_has_several_dimensions(device: torch.device) -> None:
             x[mask, columns + 1]
         with pytest.raises(IndexError, match=r"is passed the index -1, and the dimension has size 4"):
             x.index_select(0, columns - 2)
+
+
+class Counted(nn.Module):
+    """Looks rows up by positions that it counts, in a table of as many rows as the largest batch."""
+
+    def __init__(self, look_up: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.look_up = look_up
+        self.register_buffer("table", torch.arange(5.0 * WIDTH).view(5, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.look_up(self.table, torch.ones_like(x[:, 0]).cumsum(0).long() - 1)
+
+
+@pytest.mark.parametrize(
+    "look_up",
+    [
+        lambda table, at: table[at],
+        lambda table, at: F.embedding(at, table),
+        lambda table, at: table.index_select(0, at),
+    ],
+)
+def test_no_replay_reads_by_an_index_that_padding_rows_count_up(
+    look_up: Callable[[Tensor, Tensor], Tensor], failed_replays: list[str], device: torch.device
+) -> None:
+    module = Counted(look_up).to(device).eval()
+    model = sg.wrap(module, capture_sizes=[4, 8], verify=1, progress=False)
+    for rows in (4, 4, 3, 3, 5, 5, 5, 5, 4, 3):
+        x = torch.randn(rows, WIDTH, device=device)
+        assert torch.equal(model(x), module(x))
+    assert not failed_replays
+    assert model.graph_stats.replays
+    assert model.graph_stats.eager[Reason.PADDING_SHOWS]

@@ -2053,6 +2053,13 @@ MUTANTS = [
         ("tests/graph/breaks/test_side_effects.py",),
     ),
     Mutant(
+        "a padded graph is replayed though padding rows count indices up beyond a table",
+        "serve/proof.py",
+        "            if mismatch is not None:\n                return mismatch\n            first = again()",
+        "            first = again()",
+        ("tests/module/test_index_checks.py",),
+    ),
+    Mutant(
         "a replay goes on after an eager break set what the forward reads",
         "program/breaks/break_calls.py",
         "if self.find_changes is not None and (found",
