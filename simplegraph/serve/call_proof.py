@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, Protocol
 
 from simplegraph.base.context import bypassed
@@ -192,8 +193,7 @@ class _CallProof:
         if is_compared or graph.program.breaks or proof.draws or self._ranks.size > 1:
             return None
         mismatch, half = None, (plan.rows + 1) // 2
-        with Undo(None, ()) as undo:
-            undo.watch(self._call.module, code=True, plain=self._call.plain)
+        with self._undoing():
             if not row_counts:
                 try:
                     eager, mismatch = self._run_part(proof, plan.padded)
@@ -214,6 +214,13 @@ class _CallProof:
             mismatch = mismatch or first_difference(eager.outputs, expected, tolerance=proof.rounding)
             return mismatch and f"with {half} of {plan.rows} rows {mismatch}"
 
+    @contextlib.contextmanager
+    def _undoing(self) -> Iterator[None]:
+        """Surround runs on parts of the rows, whose changes of Python state are undone."""
+        with Undo(None, ()) as undo:
+            undo.watch(self._call.module, code=True, plain=self._call.plain)
+            yield
+
     def _check_padded_indices(self, proof: ReplayProof) -> str | None:
         """Describe an index of a run on all padded rows that is out of range; None if there is none.
 
@@ -224,8 +231,7 @@ class _CallProof:
             return None
         if plan.program.breaks or proof.draws or self._ranks.size > 1:  # as in `_compare_parts`
             return None
-        with Undo(None, ()) as undo:
-            undo.watch(self._call.module, code=True, plain=self._call.plain)
+        with self._undoing():
             try:
                 self._run_part(proof, plan.padded)
             except IndexError as error:
