@@ -48,6 +48,7 @@ class IndexRanges:
     Attributes:
         ranges: for memory from before the run all of whose elements are indices, the (lowest, highest) valid one.
         sources: storage keys of memory from before the run from which other indices are computed.
+        computed_sizes: the sizes of all dimensions of these, and of constants.
         may_fault: True if an operator may fail on a GPU because of a value even if all these are in range, and the
             sources unchanged.
     """
@@ -58,6 +59,7 @@ class IndexRanges:
         self._origins: dict[int, tuple[_Origin | None, torch.dtype | None]] = {}
         self.ranges: dict[IndexOrigin, tuple[int, int]] = {}
         self.sources: set[int] = set()
+        self.computed_sizes: set[int] = set()
         self.may_fault = False
 
     def note_fault(self, facts: OperatorFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -76,6 +78,7 @@ class IndexRanges:
                 return False
             if isinstance(origin, frozenset):
                 self.sources |= origin
+                self.computed_sizes.update(values.shape)
             else:
                 low, high = self.ranges.get(origin, (first, size - 1))
                 self.ranges[origin] = max(low, first), min(high, size - 1)

@@ -227,7 +227,7 @@ class _CallProof:
         A replay would end the process's use of the GPU. Arguments are padded by valid indices.
         """
         plan, indices = self._plan, self._plan.program.indices
-        if indices is None or not indices.may_fault:
+        if indices is None or not (indices.may_fault or plan.padded in indices.computed_sizes):
             return None
         if plan.program.breaks or proof.draws or self._ranks.size > 1:  # as in `_compare_parts`
             return None

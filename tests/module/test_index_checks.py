@@ -215,6 +215,7 @@ class Counted(nn.Module):
         lambda table, at: table[at],
         lambda table, at: F.embedding(at, table),
         lambda table, at: table.index_select(0, at),
+        lambda table, at: table[torch.arange(len(at), device=at.device)],
     ],
 )
 def test_no_replay_reads_by_an_index_that_padding_rows_count_up(

@@ -1822,6 +1822,13 @@ MUTANTS = [
         FIRST,
     ),
     Mutant(
+        "indices that are constants are not looked at before they are padded",
+        "serve/call_proof.py",
+        "(indices.may_fault or plan.padded in indices.computed_sizes)",
+        "indices.may_fault",
+        ("tests/module/test_index_checks.py",),
+    ),
+    Mutant(
         "indices in a buffer that was written are taken for what they were",
         "call/safe_indices.py",
         "and self._state() == self._as_checked",
@@ -2054,7 +2061,7 @@ MUTANTS = [
     ),
     Mutant(
         "a padded graph is replayed though padding rows count indices up beyond a table",
-        "serve/proof.py",
+        "serve/call_proof.py",
         "            if mismatch is not None:\n                return mismatch\n            first = again()",
         "            first = again()",
         ("tests/module/test_index_checks.py",),
