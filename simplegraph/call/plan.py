@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import operator
 import weakref
 from collections.abc import Sequence
@@ -41,6 +42,7 @@ from simplegraph.manager.lifecycle import SERVED, CapturedGraph
 from simplegraph.manager.table import ProgramTable
 from simplegraph.program.program import Program
 
+logger = logging.getLogger("simplegraph")
 Copies = tuple[list[Tensor], list[Tensor]]
 NOTHING: Copies = ([], [])
 LOADED: Copies = ([], [])  # in place of copies that were made already
@@ -190,7 +192,9 @@ class Plan:
                 self.inputs.forget_padding()
                 if not isinstance(error, Exception):
                     raise
-                is_same = False  # if this graph does serve the call, the second attempt raises it again
+                # If this graph does serve the call, the second attempt raises it again.
+                logger.debug("the early launch of %s failed", self.graph.counters.label, exc_info=True)
+                is_same = False
         if is_same:
             return result
         if self.graph.replays_until_proof != replays:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import operator
 import sys
 import weakref
 from collections.abc import Sequence
@@ -43,7 +44,7 @@ class LentOutputs:
         """True if a caller holds one of them, or if this is not known."""
         if not TELLS_OWNERS or not self._storages or max(map(sys.getrefcount, self._storages)) > _references_alone():
             return True
-        return any(storage_uses(key) > count for key, count in self._owners.items())
+        return any(map(operator.gt, map(storage_uses, self._owners), self._owners.values()))
 
     def drop(self) -> None:
         """Release the memory: the graph is dropped, and who holds its outputs is not known any more."""
