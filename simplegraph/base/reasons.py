@@ -98,7 +98,7 @@ class Reason(str, enum.Enum):
     OUTPUT_SHAPE_UNKNOWN = "output_shape_unknown", "how the output's shape follows the batch size is not clear"
     PYTHON_STATE = (
         "python_state",
-        "numbers, flags, settings or other Python state change at every call, and a graph holds one value of each",
+        "numbers, flags, settings or other Python state keep changing, and a graph holds one value of each",
     )
     # Generation by another library.
     GENERATION = (

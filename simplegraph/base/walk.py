@@ -6,6 +6,7 @@ compare, and for objects that hold graph memory.
 
 from __future__ import annotations
 
+import argparse
 import collections
 import contextlib
 import contextvars
@@ -45,6 +46,7 @@ _HOLDING = {"argparse", "builtins", "collections", "queue", "weakref", "types", 
 DICTS = (collections.OrderedDict, dict)
 _SEQUENCES = (list, collections.deque, set, tuple)
 _CONTAINERS = frozenset({*DICTS, *_SEQUENCES})
+_NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
 _DULL = (types.BuiltinFunctionType, types.CodeType, *ATOMS)  # nothing of these can change
 _CLOSED = (type, types.ModuleType, types.FunctionType, types.MethodType, types.CellType, threading.local, Optimizer)
 _CODE = (type, types.ModuleType, types.FunctionType)  # all objects of the process are below the first two
@@ -107,6 +109,13 @@ def kind_of(kind: type) -> Any:
     # Entries of weak dictionaries vanish by themselves, and are not restored.
     has_attributes = kind.__module__ not in ("builtins", "weakref") and (kind.__dictoffset__ or slots_of(kind))
     return object if has_attributes and is_users(kind) else OPAQUE
+
+
+@by_class
+def is_record(kind: type) -> bool:
+    """True for builtin containers, and for classes of which objects are nested as in a configuration."""
+    is_container = kind_of(kind) in _CONTAINERS
+    return is_container or issubclass(kind, _NAMESPACES) or hasattr(kind, "__dataclass_fields__")
 
 
 @by_class
@@ -220,7 +229,8 @@ class Policy:
 
     Attributes:
         opens: returns the kind of a class, like `kind_of`, or a function that reads its objects.
-        depth: the deepest nesting of opened containers and objects below an attribute of a module or a root.
+        depth: the deepest nesting of opened objects below an attribute of a module or a root. Containers and records
+            between them are not counted.
         width: the most entries of a container that is searched.
         objects: the most objects that are opened without code on the way; beyond_code: the most below code.
         code: the most classes, functions and files on the way to an object; 0 follows no code.
@@ -314,7 +324,7 @@ class Walk:
             if contents is not None and (is_near or kind is not tuple):
                 counts[is_near] += 1
                 yield value, contents, is_near
-            away, inside = (0, 1 if is_module else steps + 1) if is_near else (steps, steps)
+            away, inside = (0, 1 if is_module else steps + (not is_record(type(value)))) if is_near else (steps, steps)
             first: list[tuple[Any, int, Any, int]] = []
             is_wide = kind in _CONTAINERS and len(contents) > policy.width
             for name, item in () if is_wide or is_globals(value) else items_of(contents):

@@ -23,6 +23,7 @@ _MAX_SEEN = 256  # values that are remembered of a place
 _NEW_VALUES = 4  # new values within a window of calls after which a place is unguarded, or calls run eagerly
 _WINDOW = 32  # calls
 _QUIET = 256  # calls without a new value after which a place is guarded again
+_TAKING_TURNS = 8  # values of a place; after no more than these, a window of calls without a new value is enough
 # The same after an eager break set the place: for the first time, the second, and later.
 _SUSPENDED_CALLS = (1, _WINDOW, _QUIET)
 
@@ -113,8 +114,8 @@ class NewValues:
     """Finds the places that take new values all the time.
 
     Attributes:
-        unguarded: those that no code names, and the call of the latest change.
-        volatile: those that make calls run eagerly, and the call from which calls without a new value are counted.
+        unguarded: those that no code names, and the last call for which they are.
+        volatile: those that make calls run eagerly, and the last call that they let run eagerly.
     """
 
     def __init__(self, places: PlacesInCode) -> None:
@@ -134,18 +135,22 @@ class NewValues:
         if len(seen) >= _MAX_SEEN:
             seen.clear()
         seen.add(now)
+        quiet = _WINDOW if len(seen) <= _TAKING_TURNS else _QUIET
         if place in self.volatile:
-            self.volatile[place] = call
+            self.volatile[place] = call + quiet
         news = self._news.setdefault(place, collections.deque(maxlen=_NEW_VALUES))
         news.append((call, shown_entry(next(iter(values.values()))[1])))
         if len(news) == _NEW_VALUES and news[0][0] > call - _WINDOW:
-            (self.volatile if self._places.is_named(place) else self.unguarded)[place] = call
+            if self._places.is_named(place):
+                self.volatile[place] = call + quiet
+            else:
+                self.unguarded[place] = call + _QUIET
 
     def guard_again(self, call: int) -> None:
         """Guard places again that kept their value for long."""
         for places in (self.unguarded, self.volatile):
-            for place, since in list(places.items()):
-                if call - since > _QUIET:
+            for place, last in list(places.items()):
+                if call > last:
                     del places[place]
                     self._news.pop(place, None)
 
@@ -197,7 +202,7 @@ class BreakChanges:
             ):  # new values alone may make calls run eagerly
                 self._suspensions[place] = self._suspensions.get(place, -1) + 1
             quiet = _SUSPENDED_CALLS[min(self._suspensions[place], len(_SUSPENDED_CALLS) - 1)]
-            self._volatile[place] = call - (_QUIET - quiet)
+            self._volatile[place] = call + quiet
             self._set_by_breaks.add(place)
 
     def read_of(self, changed: Mapping[Place, Entries]) -> list[Place]:
@@ -334,4 +339,5 @@ class PlaceHistory:
         place = next(iter(self.new_values.volatile))
         if place in self.breaks:
             return why_set_by_break(shown_place(place))
-        return f"{shown_place(place)} takes new values all the time ({self.new_values.shown(place)}): {_REMEDY}"
+        news = f"took {_NEW_VALUES} new values within {_WINDOW} calls ({self.new_values.shown(place)})"
+        return f"{shown_place(place)} {news}: {_REMEDY}"

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import itertools
 import random
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -261,9 +263,67 @@ def test_a_value_that_is_new_in_every_call_runs_eagerly_and_is_named(device: tor
     assert model.graph_stats.replays == 0
     said = str(model.graph_report())
     assert (
-        "scale takes new values all the time (8.0, 9.0, 10.0, 11.0): pass it as a tensor, keep it in a buffer" in said
+        "scale took 4 new values within 32 calls (8.0, 9.0, 10.0, 11.0): pass it as a tensor, keep it in a buffer"
+        in said
     )
     assert model.graph_stats.batch_sizes == {3: 12}  # a graph could serve each of them
+
+
+@pytest.mark.parametrize("count", [4, 6, 8])
+def test_values_that_take_turns_have_a_graph_each(device: torch.device, count: int) -> None:
+    """As of a sampler's temperatures: none of them is new for long."""
+    module = Habit(lambda m, y: y * m.scale, scale=0.0).to(device).eval()
+    model: Any = sg.wrap(module, capture_sizes=[3], progress=False)
+    for call in range(150):
+        module.scale = float(call % count)
+        serve(model, module, device, 1)
+    assert model.graph_stats.captures == count
+    assert model.graph_stats.replays >= 75
+
+
+def test_many_values_that_take_turns_run_eagerly_at_first(device: torch.device) -> None:
+    """Each needs a graph, and there is room for some."""
+    module = Habit(lambda m, y: y * m.scale, scale=0.0).to(device).eval()
+    model: Any = sg.wrap(module, capture_sizes=[3], progress=False)
+    for call in range(100):
+        module.scale = float(call % 12)
+        serve(model, module, device, 1)
+    assert model.graph_stats.captures == 0
+
+
+NESTED: dict[str, Callable[[Any], Any]] = {
+    "dict": lambda value: {"v": value},
+    "namespace": lambda value: types.SimpleNamespace(v=value),
+    "record": lambda value: Section(value),
+}
+
+
+@dataclasses.dataclass
+class Section:
+    v: Any
+
+
+@pytest.mark.parametrize("kind", ["dict", "namespace", "record"])
+def test_a_number_deep_in_a_configuration_is_noticed(device: torch.device, kind: str) -> None:
+    depth = 12
+    innermost = config = NESTED[kind](1.0)
+    for _ in range(depth):
+        config = NESTED[kind](config)
+
+    def read(m: Any, y: Tensor) -> Tensor:
+        value = m.config
+        for _ in range(depth + 1):
+            value = value["v"] if kind == "dict" else value.v
+        return y * value
+
+    module = Habit(read, config=config).to(device).eval()
+    model: Any = sg.wrap(module, capture_sizes=[3], progress=False)
+    assert serve(model, module, device)
+    if kind == "dict":
+        innermost["v"] = 3.0
+    else:
+        innermost.v = 3.0
+    assert serve(model, module, device)
 
 
 def test_a_call_that_its_python_state_refuses_may_have_no_batch(device: torch.device) -> None:
@@ -379,7 +439,11 @@ KEPT: dict[str, tuple[Callable[[Any, int], object], Callable[[Any], Any], dict[s
         lambda m: m.part.mode,
         {"part": Part(mode=1)},
     ),
-    "another object": (lambda m, given: setattr(m, "part", Part(mode=given)), lambda m: m.part.mode, {"part": Given()}),
+    "another object": (
+        lambda m, given: setattr(m, "part", Part(mode=given)),
+        lambda m: m.part.mode,
+        {"part": Given()},
+    ),
     "a function": (lambda m, given: setattr(m, "factor", FACTORS[given]), lambda m: m.factor(), {"factor": FACTORS[1]}),
     "a cache that is dropped": (
         lambda m, given: m.reset(given),

@@ -1822,6 +1822,27 @@ MUTANTS = [
         FIRST,
     ),
     Mutant(
+        "a number below five records is out of reach",
+        "base/walk.py",
+        "steps + (not is_record(type(value)))",
+        "steps + 1",
+        ("tests/module/test_habits.py",),
+    ),
+    Mutant(
+        "values that take turns run eagerly for as long as new ones",
+        "guard/place_history.py",
+        "_WINDOW if len(seen) <= _TAKING_TURNS else _QUIET",
+        "_QUIET",
+        ("tests/module/test_habits.py",),
+    ),
+    Mutant(
+        "many values that take turns soon have graphs",
+        "guard/place_history.py",
+        "_WINDOW if len(seen) <= _TAKING_TURNS else _QUIET",
+        "_WINDOW",
+        ("tests/module/test_habits.py",),
+    ),
+    Mutant(
         "indices that are constants are not looked at before they are padded",
         "serve/call_proof.py",
         "(indices.may_fault or plan.padded in indices.computed_sizes)",
