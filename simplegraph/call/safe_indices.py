@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from simplegraph.base.constants import is_written_by_graphs
 from simplegraph.base.tensors import storage_key
 from simplegraph.call.inputs import HostInput, InputSet, Slot
 from simplegraph.program.index_ranges import IndexOrigin, IndexRanges
@@ -69,6 +70,8 @@ class SafeIndices:
 
     def can_load(self, sources: Tensors) -> bool:
         """True if no buffer was written, and the call copies every argument: none is already in its static input."""
+        if any(map(is_written_by_graphs, self._buffers)):  # replays count no writes
+            return False
         return (not self.limits or len(sources) == self._num_copied) and self._state() == self._as_checked
 
     def load(self, sources: Tensors, targets: Tensors) -> tuple[Tensors, Tensors]:

@@ -84,6 +84,7 @@ class CapturedState:
         self._modules: dict[str, tuple[weakref.ref[nn.Module], tuple[Any, ...]]] = {}
         self._names: dict[str, None] = {}  # in their order
         self._generators: dict[str, torch.Generator] = {}
+        self._aliases: dict[str, str] = {}  # as of a survey
 
     def add(self, read: MemoryRead, survey: Survey, *, names_gradients: bool = False) -> None:
         """Add the state that new graphs read. If the state of earlier graphs changed meanwhile, it counts as moved.
@@ -114,7 +115,7 @@ class CapturedState:
                 name: (weakref.ref(module), tuple(code_of(module))) for name, module in survey.modules.items()
             }
             self._names = dict.fromkeys(survey.tensors)
-            self._generators = survey.generators
+            self._generators, self._aliases = survey.generators, survey.aliases
             self._empty = survey.attributes() - {entry.attribute for entry in tensors}
         # Attributes to which no tensor may be added. New attributes, and those that no graph reads, may get tensors.
         self._watched_attributes = self._empty | {entry.attribute for entry in guarded}
@@ -133,7 +134,8 @@ class CapturedState:
         entries = [
             entry for entry in survey.tensors.values() if self._read.includes(entry) or entry.name in self._gradients
         ]
-        links = [entry.links for entry in entries if entry.links]
+        aliased = filter(self._read.includes, survey.aliased)
+        links = [entry.links for entry in (*entries, *aliased) if entry.links]
         elsewhere = self._read.elsewhere.values()
         owned = [owned for owned in elsewhere if is_wrapper(owned.tensor) or has_address(owned.tensor)]
         values = list(self._values.values())
@@ -207,6 +209,8 @@ class CapturedState:
         drawn = [name for name in before | after if before.get(name) is not after.get(name)]
         names += [f"{name} (random generator, replaced)" for name in drawn]
         names += self._changed_modules(survey.modules)
+        moved = [place for place, name in self._aliases.items() if survey.aliases.get(place) != name]
+        names += [f"{place} (another object)" for place in moved]
         order = [name for name in self._names if name in now and now[name].registered]
         is_same = order == [name for name, entry in now.items() if entry.registered and name in self._names]
         return names or ([] if is_same else ["parameters or buffers (another order)"])

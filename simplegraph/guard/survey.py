@@ -62,6 +62,8 @@ class Survey:
         links: chains of links to modules that are not children, to generators, functions and settings, and to values in
             whose place a tensor may appear: None, and containers without tensors.
         carried: the places in which runs leave tensors; these tensors are not listed.
+        aliases: the names of further places that lead to an object that has a name, with that name.
+        aliased: the tensors in containers to which such places lead, with links by way of these places.
         scripted: the TorchScript modules among the modules, by name.
     """
 
@@ -70,6 +72,9 @@ class Survey:
         self.tensors: dict[str, HeldTensor] = {}
         self.generators: dict[str, torch.Generator] = {}
         self.links: list[tuple[Link, ...]] = []
+        self.aliases: dict[str, str] = {}
+        self.aliased: list[HeldTensor] = []
+        self._children: list[tuple[str, dict[str, Any]]] = []  # registries of children, with the names of their modules
         self.carried = carried_by(module).unguarded()
         roots: list[Any] = [module]
         policy = _POLICY
@@ -85,6 +90,9 @@ class Survey:
         # Modules and their own tensors get their names before objects that attributes lead to.
         opened = [(thing, contents) for thing, contents, _ in self._walk if not self._is_registered(thing, contents)]
         containers = [links for thing, contents in opened for links in self._look_into(thing, contents)]
+        for name, children in self._children:
+            for key, child in children.items():
+                self._note_alias(name, key, child)
         self.scripted = {name: child for name, child in self.modules.items() if issubclass(type(child), ScriptModule)}
         for name, child in self.scripted.items():
             for place, links in scripted_tensors(child):
@@ -107,6 +115,8 @@ class Survey:
         holder = self._walk.ways[above][0] if above else None
         if issubclass(type(holder), nn.Module) and key in REGISTERED:
             self._places[id(thing)] = self._places[above]
+            if key == "_modules":
+                self._children.append((name, contents))
             for registered_name, tensor in contents.items() if key != "_modules" else ():
                 if tensor is not None and (id(thing), registered_name) not in self.carried:
                     place = dotted(name, registered_name)
@@ -137,6 +147,7 @@ class Survey:
             if value is not None and value_key(value) is not NOT_PLAIN:  # a part of a call's key
                 continue
             links = (*above, (holder_of(thing, key), key, value))
+            self._note_alias(name, key, value)
             if issubclass(kind, Tensor):
                 place = dotted(name, key)
                 self._add(HeldTensor(place, attribute or place, value, links))
@@ -151,6 +162,26 @@ class Survey:
                 self.links.append(links)
             elif id(value) in self._places or id(value) in self._walk.empty:
                 yield links
+                if dotted(name, key) in self.aliases:
+                    self._look_into_alias(dotted(name, key), value, links, {id(value)})
+
+    def _look_into_alias(self, name: str, thing: Any, links: tuple[Link, ...], seen: set[int]) -> None:
+        """Add the tensors and modules in and below a container or object by way of another place that leads there."""
+        for key, value in items_of(held_by(thing)):
+            place, below = dotted(name, key), (*links, (holder_of(thing, key), key, value))
+            if issubclass(type(value), Tensor):
+                self.aliased.append(HeldTensor(place, place, value, below))
+            elif issubclass(type(value), nn.Module):
+                self.links.append(below)
+            elif id(value) in self._places and id(value) not in seen:
+                seen.add(id(value))
+                self._look_into_alias(place, value, below, seen)
+
+    def _note_alias(self, above: str, key: Any, value: Any) -> None:
+        """Note a place that leads to an object that has another name."""
+        found = self._places.get(id(value))
+        if found is not None and found[0] != (place := dotted(above, key)):
+            self.aliases[place] = found[0]
 
     def _add_attributes(self, name: str, tensor: Tensor, links: tuple[Link, ...]) -> None:
         """Add tensors that are attributes of a tensor, such as the mask of a weight."""

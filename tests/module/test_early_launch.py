@@ -760,6 +760,28 @@ def test_indices_of_a_buffer_that_was_written_do_not_stop_a_launch_where_eager_d
         assert right(model, device) == 0
 
 
+def test_indices_of_a_buffer_that_a_graph_writes_do_not_stop_a_launch(device):
+    """Replays do not count their writes."""
+
+    class Writing(Positioned):
+        looks_up = True
+
+        def forward(self, x, at=None):
+            if at is not None:
+                self.at.copy_(at)
+                return x * 2
+            return super().forward(x) if self.looks_up else x * self.scale
+
+    model = warm(Writing(), device)
+    places = torch.arange(ROWS, device=device)[None]
+    for at in (None, places, None, places + 300):
+        for _ in range(10 if at is not places + 300 else 1):
+            model(inputs(device), at)
+    model.looks_up = False
+    for _ in range(8):
+        assert right(model, device) == 0
+
+
 def test_buffers_of_indices_that_are_written_between_calls_keep_their_graph(device):
     model = warm(Positioned(), device)
     captures = model.graph_stats.captures

@@ -1843,6 +1843,27 @@ MUTANTS = [
         ("tests/module/test_habits.py",),
     ),
     Mutant(
+        "indices in a buffer that a graph writes are taken for what they were",
+        "call/safe_indices.py",
+        "if any(map(is_written_by_graphs, self._buffers)):",
+        "if False:",
+        FIRST,
+    ),
+    Mutant(
+        "another module or object in a second place of the earlier one is not noticed",
+        "guard/guards.py",
+        "if survey.aliases.get(place) != name]",
+        "if False]",
+        ("tests/module/test_aliased_state.py",),
+    ),
+    Mutant(
+        "another list in a second place of the earlier one is not noticed",
+        "guard/guards.py",
+        "for entry in (*entries, *aliased) if entry.links]",
+        "for entry in entries if entry.links]",
+        ("tests/module/test_aliased_state.py",),
+    ),
+    Mutant(
         "indices that are constants are not looked at before they are padded",
         "serve/call_proof.py",
         "(indices.may_fault or plan.padded in indices.computed_sizes)",
