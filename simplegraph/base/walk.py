@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from simplegraph.base.nested import ATOMS
-from simplegraph.base.objects import attribute_of, by_class, own_dict
+from simplegraph.base.objects import attribute_of, by_class, class_member, own_dict
 from simplegraph.base.patches import original_of
 from simplegraph.base.tensors import parts
 
@@ -115,7 +115,7 @@ def kind_of(kind: type) -> Any:
 def is_record(kind: type) -> bool:
     """True for builtin containers, and for classes of which objects are nested as in a configuration."""
     is_container = kind_of(kind) in _CONTAINERS
-    return is_container or issubclass(kind, _NAMESPACES) or hasattr(kind, "__dataclass_fields__")
+    return is_container or issubclass(kind, _NAMESPACES) or class_member(kind, "__dataclass_fields__") is not None
 
 
 @by_class

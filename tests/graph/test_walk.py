@@ -40,6 +40,11 @@ class Rows(list[Any]):
     __len__: Any = __iter__
 
 
+class Bare:
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
 class Slotted:
     __slots__ = ("__dict__", "empty", "mask")
 
@@ -125,9 +130,11 @@ def test_children_are_named_before_what_attributes_lead_to() -> None:
 
 
 def test_caps_are_of_what_is_opened() -> None:
-    nested = [[[[[torch.ones(1)]]]]]
-    depths = [len(Walk([nested], Policy(depth=depth)).collect_tensors()) for depth in range(6)]
-    assert depths == [0, 0, 0, 0, 1, 1]
+    nested: Any = torch.ones(1)
+    for _ in range(5):
+        nested = Bare(nested)
+    depths = [len(Walk([[[[nested]]]], Policy(depth=depth)).collect_tensors()) for depth in range(6)]
+    assert depths == [0, 0, 0, 0, 1, 1], "containers are no steps"
     held = [[torch.ones(1)] for _ in range(10)]
     assert len(list(Walk([held], Policy(objects=5)))) == 5
 
