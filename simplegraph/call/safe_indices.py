@@ -1,4 +1,4 @@
-"""Indices of a call that cannot fail, until it is known that the graph serves the call."""
+"""Limit a call's indices to a graph's tables while the call is not checked yet."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MAX_BYTES = 1 << 20  # of buffers that a graph's indices are computed from, whi
 
 
 class SafeIndices:
-    """What a graph takes as indices: arguments, and buffers of the module.
+    """Makes the indices of an early launch valid: arguments by clamping, buffers by comparing versions.
 
     A call that is meant for another graph may have indices beyond this graph's tables. Before an early launch,
     arguments are limited to these tables, and buffers must be as they were in the latest checked call. If the graph

@@ -66,7 +66,7 @@ class Mismatch(NamedTuple):
     """A replay that differs from eager.
 
     Attributes:
-        text: a sentence that says so.
+        text: which replay differs, as a sentence.
         where: the rank that found it, such as " on rank 1"; empty without ranks.
         difference: the difference.
     """
@@ -431,7 +431,7 @@ def first_difference(
     tolerance: Tolerance = TOLERANCE,
     noise: Sequence[float] = (),
 ) -> str | None:
-    """Describe the first difference between two lists of leaves; None if there is none. See `difference`."""
+    """Describe the first difference between two lists of leaves; None if there is none. See `leaf_difference`."""
     if len(actual) != len(expected):
         return f"{len(actual)} values, eager gives {len(expected)}"
     for index, pair in enumerate(zip(actual, expected, strict=True)):

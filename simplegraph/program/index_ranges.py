@@ -34,8 +34,8 @@ class IndexOrigin(NamedTuple):
     dtype: torch.dtype
 
 
-# Where values come from: they are all integers of some memory as they are, or computed from nothing but the values in
-# storages with these keys, of which a constant has none.
+# The origin of a tensor's values: an unchanged copy of all integers in some memory, or a computation from the storages
+# with these keys (no keys: a constant).
 _Origin = IndexOrigin | frozenset[int]
 
 

@@ -69,7 +69,8 @@ _COMPILED = (
     "torch.compile traces this forward, and compiled code runs without graphs. Compile first, then wrap: "
     "simplegraph.wrap(torch.compile(module))"
 )
-# Runs of `capture_all`: the first may change settings of torch, show the GPU, and show which CPU tensors move there.
+# Runs that `capture_all` may need: earlier ones can change torch's settings, and reveal the device and the CPU tensors
+# that move to it.
 _RUNS_TO_SETTLE = 4
 _TRANSIENT = frozenset({Reason.PYTHON_STATE, Reason.WARMUP, Reason.WRONG_DEVICE})  # reasons that a further run may end
 
@@ -770,7 +771,7 @@ class GraphRunner:
         return {name: static.part(dispatch.descriptor.num_tokens, 0, size) for name, static in inputs.inputs.items()}
 
     def announce_write(self) -> None:
-        """Announce a write outside of a call to memory that graphs read; while it sleeps, this raises or wakes it."""
+        """Do nothing; `sleep` replaces this to refuse writes or wake."""
 
     def report(self) -> GraphReport:
         """See `CudaGraphWrapper.graph_report`."""
