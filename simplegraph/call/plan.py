@@ -61,7 +61,7 @@ class Plan:
         table, graph: the table of graphs, and the one to replay.
         inputs: the static inputs that the graph reads.
         state: the module's state that the graph reads.
-        guards: (index of an argument, memory in which it must not be).
+        forbidden_memory: (index of an argument, memory in which it must not be).
 
     Attributes:
         slots: the expected leaves, and the views that they are copied to.
@@ -69,7 +69,7 @@ class Plan:
         outputs: views of the real rows of a replay's outputs, and leaves that are not graph memory.
         compared: the leaves that a proof compares with eager.
         addresses: addresses of the static inputs, by name.
-        guarded: True if `refusal` must be asked for each call: some calls with such arguments must run eagerly.
+        may_refuse: True if `refusal` must be asked for each call: some calls with such arguments must run eagerly.
         debug: True to check addresses before each replay.
         calls_to_check_first: the number of calls that are checked before their launch. If it is 0, the launch is early:
             the host checks while the GPU works; if it is negative, no launch ever is.
@@ -88,14 +88,14 @@ class Plan:
         graph: CapturedGraph,
         inputs: InputSet,
         state: CapturedState,
-        guards: Sequence[tuple[int, Spans]],
+        forbidden_memory: Sequence[tuple[int, Spans]],
     ) -> None:
         self.state, self.table = state, table
         self.graph, self.program = graph, graph.program
         self.device, self.pool = table.device, table.pool
         self.is_capturing, self._current_stream = table.device.is_capturing, table.device.current_stream
         self.inputs = inputs
-        self._guards = guards
+        self._forbidden_memory = forbidden_memory
         self.rows, self.padded, self.padding = call.batch, call.padded, call.padding
         self.debug = table.config.debug
         self._static = table.config.outputs == "static"
@@ -128,12 +128,12 @@ class Plan:
         self.addresses = {name: static.view(self.padded).data_ptr() for name, static in inputs.inputs.items()}
         self._prepare_outputs(call, self.program.outputs, self.program.spec)
         if self.program.breaks:
-            self.program.look_after_breaks(functools.partial(call.plain.set_by_break, weakref.ref(call.module)))
+            self.program.look_after_breaks(functools.partial(call.plain.undo_break_changes, weakref.ref(call.module)))
         if self.padding and self.program.breaks:
             call.binding.cut_breaks(self.program, self.padded)
         # An early launch may be for a call that is meant for another graph. So it may write nothing but static inputs
         # and graph memory that no caller holds, and no value may make a kernel fault.
-        acts = self.program.breaks or self.guarded or self.waits or call.carried.places
+        acts = self.program.breaks or self.may_refuse or self.waits or call.carried.places
         only_computes = self.only_replays and call.binding.only_computes and not (acts or self.debug or table.hooks)
         indices = self.program.indices
         self._indices: SafeIndices | None = None
@@ -243,7 +243,7 @@ class Plan:
         passed = self.inputs.leaves(call.layout.args, self.padded)
         self._shared = SharedOutputs(whole, passed, self.outputs, self.slots, clone, self._lent)
         self._outputs_alias = self._shared.shares_memory
-        self.guarded = bool(self.written_back or self._shared.sources or self._guards)
+        self.may_refuse = bool(self.written_back or self._shared.sources or self._forbidden_memory)
         single = len(self.outputs) == 1 and not self._spec.children and self._spec.type is None
         self._single = single and not self._outputs_alias
 
@@ -265,7 +265,7 @@ class Plan:
         """Return the copies that a call of this layout and size needs. Raises CannotBind."""
         copies = self.bind(leaves)
         if copies is None:
-            refusal = self.refusal(leaves) if self.guarded else None
+            refusal = self.refusal(leaves) if self.may_refuse else None
             raise refusal or CannotBind(
                 Reason.OPAQUE_ARGUMENT, "an argument is not equal to itself (NaN?), so it cannot be part of a key"
             )
@@ -309,7 +309,7 @@ class Plan:
                 return None
         except RuntimeError:  # a layout without an address, such as sparse
             return None
-        if self.guarded and self.refusal(leaves) is not None:
+        if self.may_refuse and self.refusal(leaves) is not None:
             return None
         if not sources:
             return NOTHING
@@ -353,7 +353,7 @@ class Plan:
             tail.copy_(last)
 
     def refusal(self, leaves: Sequence[Any]) -> CannotBind | None:
-        """Return why no replay can serve these leaves; None if one can. Called only if the plan is `guarded`."""
+        """Return why no replay can serve these leaves; None if one can. Called only if `may_refuse`."""
         if self.written_back and self._aliased(leaves):
             return CannotBind(Reason.ALIASED, "the forward writes to one of them")
         if self._static and any(self.device.in_pool(self.pool, leaves[index]) for index in self.written_back):
@@ -370,7 +370,7 @@ class Plan:
             return CannotBind(
                 Reason.ALIASED, "an argument lies in the static input of another one, which a replay overwrites"
             )
-        for index, spans in self._guards:
+        for index, spans in self._forbidden_memory:
             if spans.contains(leaves[index].data_ptr()):
                 return CannotBind(Reason.ALIASED, f"{self.slots[index].arg.name} and memory of the module")
         return self._shared.refusal(leaves)

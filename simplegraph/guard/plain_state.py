@@ -20,7 +20,7 @@ from simplegraph.base.objects import own_dict
 from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.guard.holders import Holders, SearchRoot
 from simplegraph.guard.place_history import Changes, Entries, HolderKind, PlaceHistory, PlacesInCode
-from simplegraph.guard.set_by_break import HolderBefore, SetByBreak, set_by_break
+from simplegraph.guard.set_by_break import HolderBefore, SetByBreak, find_edits
 from simplegraph.guard.value_check import ValueCheck, ValueHolder
 from simplegraph.guard.values import ALL, ORDER, Place, PlainValues, has_object, is_among, place_name
 from simplegraph.program.breaks.marks import ACTIVE
@@ -165,7 +165,7 @@ class PlainState:
         with self._lock:
             self._note_set_by_break(self._reader.read_changes(module))
 
-    def set_by_break(self, module: Callable[[], Any], *, is_last: bool) -> SetByBreak | None:
+    def undo_break_changes(self, module: Callable[[], Any], *, is_last: bool) -> SetByBreak | None:
         """Attribute changes since the key was read to an eager break of a replay, which has just run.
 
         What later segments may read is set back, so that the call can be finished by a run from its start. Then call
@@ -194,7 +194,7 @@ class PlainState:
             holders = [holder for check in self.value_checks for holder in check.holders]
             classes = self._places.code.classes.values() if self._places.code is not None else ()
             of_read = {place: changed[place] for place in read}
-            found = set_by_break(of_read, before, (entries, self._reader.entries), holders, classes)
+            found = find_edits(of_read, before, (entries, self._reader.entries), holders, classes)
 
             def are_equal() -> bool:
                 self._reader.read_changes(thing)

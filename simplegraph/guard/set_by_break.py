@@ -51,13 +51,13 @@ class SetByBreak:
 
     Attributes:
         changed: the changed places that later segments may read, as `PlacesInCode.by_place` groups them.
-        undone, done: functions that undo the changes, and that make them again; empty if that is impossible.
+        undo_edits, redo_edits: functions that undo the changes, and that make them again; empty if that is impossible.
         is_undone: True if the places were set to what they held before.
     """
 
     changed: Mapping[Place, Entries]
-    undone: list[Callable[[], object]] = dataclasses.field(default_factory=list)
-    done: list[Callable[[], object]] = dataclasses.field(default_factory=list)
+    undo_edits: list[Callable[[], object]] = dataclasses.field(default_factory=list)
+    redo_edits: list[Callable[[], object]] = dataclasses.field(default_factory=list)
     is_undone: bool = False
     remedy = IN_BREAK[:1].upper() + IN_BREAK[1:]
 
@@ -80,7 +80,7 @@ class SetByBreak:
     def undo(self, are_equal: Callable[[], bool]) -> None:
         """Set the places to what they held before the break, if that is known, and `are_equal` says that it is so."""
         try:
-            for undo in self.undone:
+            for undo in self.undo_edits:
                 undo()
             self.is_undone = are_equal()
         except Exception:  # another thread changes them
@@ -90,12 +90,12 @@ class SetByBreak:
 
     def redo(self) -> None:
         """Set the places to what the break set, once."""
-        done, self.done = self.done, []
-        for redo in done:
+        edits, self.redo_edits = self.redo_edits, []
+        for redo in edits:
             redo()
 
 
-def set_by_break(
+def find_edits(
     changed: Mapping[Place, Entries],
     before: Mapping[str, HolderBefore],
     entries: tuple[Mapping[str, Entries], Mapping[str, Entries]],
@@ -116,10 +116,10 @@ def set_by_break(
     try:
         undoing = _Undoing(before, {it.name: it for it in holders}, entries, classes)
         for undo, redo in undoing.edits(changes):
-            found.undone.append(undo)
-            found.done.append(redo)
+            found.undo_edits.append(undo)
+            found.redo_edits.append(redo)
     except Exception:  # it is lost, or another thread changes it
-        found.undone, found.done = [], []
+        found.undo_edits, found.redo_edits = [], []
     return found
 
 
@@ -127,7 +127,7 @@ _Edit = tuple[Callable[[], object], Callable[[], object]]  # undoes a change, an
 
 
 class _Undoing:
-    """Finds the places and the earlier values of changes; see `set_by_break`."""
+    """Finds the places and the earlier values of changes; see `find_edits`."""
 
     def __init__(
         self,

@@ -236,7 +236,7 @@ class CapturedGraph:
         proven = self.record.rows if self.proof_distance else {}
         return [rows for rows, verdict in proven.items() if verdict is RowVerdict.PROVEN]
 
-    def keeps_writing_elsewhere(self) -> bool:
+    def count_uncompared_run(self) -> bool:
         """Count a run that could not be compared, since it wrote to unknown memory; True if it was the last try."""
         self.uncompared_runs += 1
         return self.uncompared_runs == _TRIES

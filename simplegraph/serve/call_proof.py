@@ -126,7 +126,7 @@ class _CallProof:
                 mismatch = self._compare(proof, observer)
                 mismatch = (number if plan.padding else None) or mismatch
         if unknown:
-            if plan.graph.keeps_writing_elsewhere():
+            if plan.graph.count_uncompared_run():
                 plan.graph.leave_unverified("it keeps writing to other memory")
             return self._result
         # Then eager read another number than the graph.

@@ -114,14 +114,14 @@ class PairPlan(Plan):
         table: ProgramTable,
         inputs: InputSet,
         state: CapturedState,
-        guards: Sequence[tuple[int, Spans]],
+        forbidden_memory: Sequence[tuple[int, Spans]],
         jobs: Sequence[CaptureJob],
         recording: Recording,
         read: Set[int],
         last: LastForward,
     ) -> None:
         forward, *self.backwards = (table.graphs[job.key] for job in jobs)
-        super().__init__(call, table, forward, inputs, state, guards)
+        super().__init__(call, table, forward, inputs, state, forbidden_memory)
         self.jobs, self.last, self.proven = jobs, last, False
         self.gradients, self.retains, self.notes = recording.gradients, recording.retains, recording.notes
         tape, arguments = recording.tape, recording.arguments

@@ -170,7 +170,7 @@ class PairProof(PairReplay):
             if not unknown:
                 self._forward = proof
                 self._verdict(proof, plan.graph, mismatch)
-            elif plan.graph.keeps_writing_elsewhere():
+            elif plan.graph.count_uncompared_run():
                 self._leave_unverified("it keeps writing to other memory")
         self._versions = [tensor._version for tensor in plan.read]
         return [output.detach() for output in outputs]
