@@ -68,7 +68,7 @@ class Plan:
         rows, padded: real rows, and rows of the graph.
         outputs: views of the real rows of a replay's outputs, and leaves that are not graph memory.
         compared: the leaves that a proof compares with eager.
-        addresses: addresses of the static inputs, by name.
+        addresses: addresses of the static inputs, by name; set only if `debug`.
         may_refuse: True if `refusal` must be asked for each call: some calls with such arguments must run eagerly.
         debug: True to check addresses before each replay.
         calls_to_check_first: the number of calls that are checked before their launch. If it is 0, the launch is early:
@@ -102,15 +102,14 @@ class Plan:
         args = call.layout.args
         self.slots = [slot(arg, inputs, self.padded, self.rows) for arg in args]
         self._bindings = [tuple(slot) for slot in self.slots]  # a plain tuple is unpacked faster than a named one
-        rows, padded = self.rows, self.padded
         statics = [static for static in inputs.inputs.values() if static.batched and self.padding]
-        tails = [(s, s.part(padded, rows, padded)) for s in statics]  # with their padding rows
+        tails = [(s, s.part(self.padded, self.rows, self.padded)) for s in statics]  # with their padding rows
         numbers = [(s, tail) for s, tail in tails if s.pads_with_number]
         self._pads = _pads(numbers)
         # Views of inputs whose rows are not first overlap between sizes: padding must be set every time.
         self._overlapping = _pads([(s, tail) for s, tail in numbers if not s.rows_first])
         repeated = [(s, tail) for s, tail in tails if s.pad == "repeat-last"]
-        self._repeated = [(tail, s.part(padded, rows - 1, rows).expand_as(tail)) for s, tail in repeated]
+        self._repeated = [(tail, s.part(self.padded, self.rows - 1, self.rows).expand_as(tail)) for s, tail in repeated]
         written = call.binding.written
         self.written_back = [at for at, arg in enumerate(args) if isinstance(arg, TensorArg) and arg.name in written]
         self._tensors = aliasable(args)
@@ -123,9 +122,13 @@ class Plan:
         # If eager's copy from the CPU is complete when the call returns, the replay's copy must be complete, too.
         self.waits = not hosted.isdisjoint(call.binding.waited)
         # Eager breaks are passed the tensors on the CPU.
-        self._hosts = [(index, inputs.inputs[arg.name]) for index, arg in enumerate(args) if arg.name in hosted]
-        self._hosts = self._hosts if self.program.breaks else []
-        self.addresses = {name: static.view(self.padded).data_ptr() for name, static in inputs.inputs.items()}
+        self._hosts = [
+            (index, inputs.inputs[arg.name])
+            for index, arg in enumerate(args)
+            if self.program.breaks and arg.name in hosted
+        ]
+        if self.debug:
+            self.addresses = {name: static.view(self.padded).data_ptr() for name, static in inputs.inputs.items()}
         self._prepare_outputs(call, self.program.outputs, self.program.spec)
         if self.program.breaks:
             self.program.look_after_breaks(functools.partial(call.plain.undo_break_changes, weakref.ref(call.module)))
@@ -137,11 +140,12 @@ class Plan:
         only_computes = self.only_replays and call.binding.only_computes and not (acts or self.debug or table.hooks)
         indices = self.program.indices
         self._indices: SafeIndices | None = None
-        can_discard = only_computes and indices is not None and not indices.may_fault
-        if can_discard and indices is not None and (indices.ranges or indices.sources):
-            safe = SafeIndices(self.slots, inputs, self.padded, indices, call.module)
-            can_discard, self._indices = safe.are_known, safe if safe.are_known else None
-        self.calls_to_check_first = 1 if can_discard else -1
+        self.calls_to_check_first = -1
+        if only_computes and indices is not None and not indices.may_fault:
+            is_empty = not (indices.ranges or indices.sources)
+            safe = None if is_empty else SafeIndices(self.slots, inputs, self.padded, indices, call.module)
+            if safe is None or safe.are_known:
+                self._indices, self.calls_to_check_first = safe, 1
         self._checked_first = 0  # the calls that were checked first after the latest attempt without a result
 
     def launch_early(

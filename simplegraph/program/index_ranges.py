@@ -6,7 +6,6 @@ is limited to its range before the launch, or from memory that did not change, t
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -89,11 +88,14 @@ class IndexRanges:
         tensors = strided_tensors(given)
         keys = set(map(storage_key, tensors))
         has_others = any(issubclass(type(leaf), Tensor) and leaf.layout is not torch.strided for leaf in given)
-        origins: list[_Origin | None] = list(map(self._origin, tensors))
+        known = [
+            frozenset({origin.memory}) if isinstance(origin, IndexOrigin) else origin
+            for origin in map(self._origin, tensors)
+            if origin is not None
+        ]
         sources: frozenset[int] | None = None
-        if not (None in origins or has_others or facts.is_uninitialised):
-            memory = ((origin.memory,) if isinstance(origin, IndexOrigin) else origin or () for origin in origins)
-            sources = frozenset(itertools.chain.from_iterable(memory))
+        if not (len(known) < len(tensors) or has_others or facts.is_uninitialised):
+            sources = frozenset[int]().union(*known)
         if sources is not None and len(sources) > _MAX_SOURCES:
             sources = None
         for key in keys if facts.written else ():

@@ -1901,15 +1901,15 @@ MUTANTS = [
     Mutant(
         "a graph whose recording was not observed is launched early",
         "call/plan.py",
-        "can_discard = only_computes and indices is not None and not indices.may_fault",
-        "can_discard = only_computes and (indices is None or not indices.may_fault)",
+        "        self.calls_to_check_first = -1\n",
+        "        self.calls_to_check_first = 1 if only_computes and self.program.indices is None else -1\n",
         FIRST,
     ),
     Mutant(
         "uninitialised memory counts as a constant index",
         "program/index_ranges.py",
-        "if not (None in origins or has_others or facts.is_uninitialised):",
-        "if not (None in origins or has_others):",
+        "if not (len(known) < len(tensors) or has_others or facts.is_uninitialised):",
+        "if not (len(known) < len(tensors) or has_others):",
         FIRST,
     ),
     Mutant(
