@@ -136,21 +136,21 @@ class _RegistryReader:
     """Reads registries: their values at every call, and their names after a change.
 
     Attributes:
+        has_orders: True if there is an OrderedDict: reordering it does not change its version.
         values_of: returns the values in registries.
         names_of: returns the names in a registry.
         names: the expected names in each registry.
     """
 
     def __init__(self, registries: Sequence[dict[str, Any]]) -> None:
-        # Reordering an OrderedDict does not change its version.
-        has_orders = any(issubclass(type(registry), collections.OrderedDict) for registry in registries)
-        self.names_of: Callable[[Any], Iterable[Any]] = keys_in_order if has_orders else dict.keys
+        self.has_orders = any(issubclass(type(registry), collections.OrderedDict) for registry in registries)
+        self.names_of: Callable[[Any], Iterable[Any]] = keys_in_order if self.has_orders else dict.keys
         self.names = list(map(list, map(self.names_of, registries)))
+        self.values_of: Callable[..., list[Any]] = _ordered_values_of if self.has_orders else _values_of
         plainly = list(map(id, _values_of(*registries)))
-        is_quick = list(map(id, gc.get_referents(*registries))) == plainly  # of dicts of a class, or other keys, not
-        self.values_of: Callable[..., list[Any]] = gc.get_referents if is_quick else _values_of
-        if has_orders:
-            self.values_of = _ordered_values_of
+        # Not for dicts of a class, or with other keys.
+        if not self.has_orders and list(map(id, gc.get_referents(*registries))) == plainly:
+            self.values_of = gc.get_referents
 
 
 def _values_of(*registries: dict[str, Any]) -> list[Any]:
@@ -449,7 +449,7 @@ class Reading:
             # Names in registries: two parameters may have swapped their names.
             if not is_quiet:
                 reader = self._reader
-                taken = None if version is None or reader.names_of is keys_in_order else list(map(version, registries))
+                taken = None if version is None or reader.has_orders else list(map(version, registries))
                 if taken is None or taken != self._registry_versions:
                     if list(map(list, map(reader.names_of, registries))) != reader.names:
                         return False
@@ -507,8 +507,11 @@ class Reading:
             if (expected is not None and expected is not actual) or not entries.hold(actual):
                 return False
         self._attribute_versions = taken
-        # Reordering an OrderedDict does not change its version.
-        has_orders = self._reader.values_of is not gc.get_referents
-        if taken is not None and value_check is not None and not has_orders and value_check.checks_versions(dicts[1:]):
+        if (
+            taken is not None
+            and value_check is not None
+            and not self._reader.has_orders
+            and value_check.checks_versions(dicts[1:])
+        ):
             self._own_version, self._checked_by = taken[0], value_check.token
         return True

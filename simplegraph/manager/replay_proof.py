@@ -39,12 +39,16 @@ logger = logging.getLogger("simplegraph")
 Tolerance = Mapping[torch.dtype, float]
 
 # The allowed difference, as a share of the largest value, for rounding and for kernels of other sizes.
-TOLERANCE: Tolerance = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 4e-2}
-TOLERANCE = {**TOLERANCE, torch.complex128: 1e-9, torch.complex64: 1e-3}
+TOLERANCE: Tolerance = {
+    **{torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 4e-2},
+    **{torch.complex128: 1e-9, torch.complex64: 1e-3},
+}
 EXACT: Tolerance = {}
 # The same for a whole model: eager results of two batch sizes differ by as much.
-OTHER_SIZE: Tolerance = {torch.float64: 1e-6, torch.float32: 5e-3, torch.float16: 5e-2, torch.bfloat16: 1e-1}
-OTHER_SIZE = {**OTHER_SIZE, torch.complex128: 1e-6, torch.complex64: 5e-3}
+OTHER_SIZE: Tolerance = {
+    **{torch.float64: 1e-6, torch.float32: 5e-3, torch.float16: 5e-2, torch.bfloat16: 1e-1},
+    **{torch.complex128: 1e-6, torch.complex64: 5e-3},
+}
 # The same if another batch size runs other operators: the effect of such a branch may be small.
 OTHER_OPERATORS: Tolerance = {**TOLERANCE, torch.float32: 1e-4, torch.complex64: 1e-4}
 # The same if runs may add in any order: replays may all use one order, and eager calls another.
