@@ -139,9 +139,7 @@ class PlainState:
                 is_whole = is_complete and not isinstance(ACTIVE.recorder, SegmentRecorder)
                 changes = changes_between(before, self._reader.entries)
                 self._reader.guarded_again |= self._history.changed_by_run(changes, self.calls, is_whole=is_whole)
-                self._use_unguarded()
-                if not self._is_capture_or_proof:
-                    self._make_key()
+                self._make_key(only_places=self._is_capture_or_proof)
                 names = {name for name, key in self._history.filled & self._history.effects if key is ALL}
                 holders = (holder for check in self.value_checks[:1] if names for holder in check.holders)
                 self._lengths = [(holder, holder.length()) for holder in holders if holder.name in names]
@@ -210,13 +208,11 @@ class PlainState:
             own_changes, self._history.own_changes = self._history.own_changes, {}
             self._history.changed_by_others(own_changes, self.calls)
             self._history.breaks.suspend(found.changed, self.calls)  # after its new values were noted
-            self._note_set_by_break(self._reader.read_changes(module))
+            self.attribute_to_breaks(module)
 
     def _note_set_by_break(self, changes: Changes) -> None:
         self._history.changed_by_breaks(changes, self.calls)
-        self._use_unguarded()
-        if not self._is_capture_or_proof:
-            self._make_key()
+        self._make_key(only_places=self._is_capture_or_proof)
 
     def note_equal(self, before: dict[Place, Any]) -> bool:
         """Note that a replay equalled the latest run, eager breaks included; see `BreakChanges.note_equal`."""
@@ -250,7 +246,7 @@ class PlainState:
                 since = self._reader.read_changes(module)
                 if breaks:
                     self._history.changed_by_breaks(since, self.calls)
-                    self._use_unguarded()
+                    self._make_key(only_places=True)
                 self._history.changed_by_others(self._guarded_changes(before), self.calls)
                 self._make_key()
 
@@ -311,15 +307,12 @@ class PlainState:
                 raise CannotBind(Reason.PYTHON_STATE, self._history.why_volatile())
             return self._reader.key
 
-    def _make_key(self) -> None:
-        """Make the key of the present values, unless they have one."""
-        self._use_unguarded()
-        self.must_read = bool(self._history.new_values.unguarded or self._history.new_values.volatile)
-        self._reader.make_key()
-
-    def _use_unguarded(self) -> None:
-        """Tell the reader which places are unguarded."""
+    def _make_key(self, *, only_places: bool = False) -> None:
+        """Make the key of the present values, unless they have one; `only_places` just says what is unguarded."""
         self._reader.use_unguarded({*self._history.effects, *self._history.new_values.unguarded})
+        if not only_places:
+            self.must_read = bool(self._history.new_values.unguarded or self._history.new_values.volatile)
+            self._reader.make_key()
 
     def _guarded_changes(self, before: Mapping[str, Entries]) -> Changes:
         """Return the changes since these entries at guarded places."""

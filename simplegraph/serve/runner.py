@@ -327,12 +327,11 @@ class GraphRunner:
                 plain.calls += 1
                 # Another thread may clear the checks.
                 check = None if plain.must_read else next(iter(plain.value_checks), None)
-                if check is not None and check.key is not None and layouts[0].launches_early:
-                    values, late = check.key, check
-                elif check is not None and check.key is not None and check.holds(vars(module)):
+                late = check if layouts[0].launches_early else None
+                if check is not None and check.key is not None and (late is not None or check.holds(vars(module))):
                     values = check.key
                 else:
-                    values, check = plain(module), None
+                    values, check, late = plain(module), None, None
             # "continue": this layout cannot serve the call. After the last one, the call goes the slow way.
             # "break": the call is checked before the launch after all.
             for layout in layouts:
@@ -733,6 +732,7 @@ class GraphRunner:
         with self._lock, torch.no_grad():
             while True:
                 remaining_runs -= 1
+                summary = None
                 try:
                     passed = self.carried.arguments(kwargs) if self.carried.places else kwargs
                     builder, call = self._read(module, args, passed, largest=True)
@@ -741,19 +741,17 @@ class GraphRunner:
                     self._drop_if_stale(builder)
                     with builder.manager.pool.lock, self._calls.plain.capture_or_proof(module, breaks=call.breaks):
                         summary = builder.capture_sizes(call, following=following)
-                    if self.carried.stale and remaining_runs:
-                        self.relearn()
-                        continue
-                    if summary.captured:
-                        self._record.note_captured(self.stats.replays)
-                    return summary
                 except CannotBind as error:
                     # A process's first run may change settings of torch, such as the order of attention kernels, and
                     # show which device inputs are moved to. A run may keep a mode that the example passes.
-                    if self.carried.stale and remaining_runs:
-                        self.relearn()
-                    elif error.reason not in _TRANSIENT or not remaining_runs:
+                    if not remaining_runs or not (self.carried.stale or error.reason in _TRANSIENT):
                         raise InputError(f"{method} cannot use this call: {error.explained}") from None
+                if self.carried.stale and remaining_runs:
+                    self.relearn()
+                elif summary is not None:
+                    if summary.captured:
+                        self._record.note_captured(self.stats.replays)
+                    return summary
 
     def static_inputs(self, size: int | None) -> dict[str, Tensor]:
         """Return views of a size's static inputs, of the signature used last; see `CudaGraphWrapper.static_inputs`."""
