@@ -36,34 +36,36 @@ def arms(batch: int) -> Iterator[tuple[Any, Any, Any]]:
             yield found["eager"], found["simplegraph"], found["compiled-reduce-overhead"]
 
 
-def faster(model: str) -> str:
-    """Say how many times longer eager takes at batch 1, over all runs of a model."""
-    found = (load(file)["rows"].get(f"{model} 1") for file in _RUNS)
-    times = [row["arms"]["eager"]["ms"] / row["arms"]["graph"]["ms"] for row in found if row]
-    if model in _KEYS:
-        (early,) = extra(f"h200x4_models/models_{_KEYS[model]}")["models"].values()
-        times.append(early["eager"]["ms"] / early["simplegraph"]["ms"])
-    single = (row["arms"] for text, row in latency.all_runs() if text == MODELS[model])
-    times += [arms["eager"][ROW] / arms["simplegraph"][ROW] for arms in single]
-    return between(times, ".1f")
-
-
 def slow_host() -> str:
-    """Say how much longer Python took on the README's host than on the fastest of all runs, by model."""
+    """Say how much less Python took in each model's fastest run than on the README's host."""
     now, others = load("headline/models")["rows"], [load(file)["rows"] for file in _RUNS]
     eager = {row: [run[row]["arms"]["eager"]["ms"] for run in others if row in run] for row in now}
     for text, row in latency.all_runs():
         for model in (model for model, name in MODELS.items() if name == text):
             eager[f"{model} 1"].append(row["arms"]["eager"][ROW] / 1e3)  # us
-    ratios = [now[row]["arms"]["eager"]["ms"] / min(found) for row, found in eager.items() if row.endswith(" 1")]
-    return f"eager took {between(ratios, '.1f')} times as long as in its fastest run elsewhere"
+    shares = [min(found) / now[row]["arms"]["eager"]["ms"] for row, found in eager.items() if row.endswith(" 1")]
+    return (
+        f"The table's host runs Python slowly: in each model's fastest run elsewhere, eager took {_percent(shares)} "
+        "of the table's time, so gains there are smaller"
+    )
 
 
 def bert() -> str:
     """Say why BERT gains the most: its kernels are a small part of the time of an eager call."""
     arms = load("headline/models")["rows"]["bert 1"]["arms"]
     kernels = sum(us for _, _, us in arms["graph"]["kernels"]) / 1e3
-    return f"BERT gains most: its kernels need only {kernels:.2f} ms"
+    eager = arms["eager"]["ms"]
+    return f"BERT gains most, because its kernels take only {kernels:.2f} ms of eager's {eager:.2f} ms"
+
+
+def _spread(arm: str) -> str:
+    """Say by how much an arm's calls of one model differ at most between runs, at batch 1."""
+    found = ([load(file)["rows"][f"{model} 1"]["arms"][arm]["ms"] for file in _RUNS] for model in MODELS)
+    return f"{100 * max(max(times) / min(times) - 1 for times in found):.0f} %"
+
+
+def _percent(shares: Iterable[float]) -> str:
+    return f"{between((100 * share for share in shares), '.0f')} %"
 
 
 def _memory() -> str:
@@ -79,8 +81,8 @@ def _memory() -> str:
         )
     kept = startup()["simplegraph"]["primed"]["reserved_bytes"] / 2**20
     return (
-        f"Graphs take GPU memory: {between(one, '.0f')} MiB at batch 1, {by}; {kept:.0f} MiB for the "
-        "Llama's 51 sizes, by torch's allocator."
+        f"Graphs take GPU memory. Those of one of these models take {between(one, '.0f')} MiB at batch 1, {by}. "
+        f"Those of the Llama's 51 sizes take {kept:.0f} MiB together, by torch's allocator."
     )
 
 
@@ -113,25 +115,27 @@ def headline() -> str:
     starts = between(_ready("simplegraph"), ".1f")
     one, eight, single = (between(times, ".1f") for times in (alone[1], alone[8], waited))
     calls = (
-        f"**In all committed runs on an H200, these {models} models run {one} times faster than eager at batch 1,",
-        f"and {eight} times at batch 8, back to back.** Calls that are [waited for](docs/figures.md#{_SINGLE})",
-        f"one by one are {single} times faster ({timed} models, batch 1).",
+        "**How much you gain depends mostly on how slow the host's Python is.** Between runs, a model's replays",
+        f"differ by up to {_spread('graph')}, and its eager calls by up to {_spread('eager')}. At batch 1, back to",
+        f"back, these {models} models ran {one} times faster than eager over all committed runs on an H200, and at",
+        f"batch 8 {eight} times. Calls that are [waited for](docs/figures.md#{_SINGLE}) one by one ran {single}",
+        f"times faster ({timed} models, batch 1).",
     )
-    host = f"The table's host is slow: {slow_host()}. {bert()}."
+    host = f"{slow_host()}. {bert()}."
     again = {
         arm: [row["arms"][arm]["ready_seconds"] for row in compilers().values()]
         for arm in ("compiled-warm", "optimized")
     }
     warm, optimized = (between(found, ".1f") for found in again.values())
     soon = (
-        f"In all runs, simplegraph is ready in {ours} s, and `torch.compile` in {cold} s from an empty cache. From a",
-        f"warm cache it took {warm} s for {NUMBERS[len(again['optimized'])]} of the models;",
-        f"[`sg.optimize`](docs/optimize.md) took {optimized} s in the same run.",
+        f"In all runs, simplegraph was ready in {ours} s, and `torch.compile` in {cold} s with an empty cache. With",
+        f"a warm cache, the compiler was ready in {warm} s on {NUMBERS[len(again['optimized'])]} of the models, and",
+        f"[`sg.optimize`](docs/optimize.md) in {optimized} s in the same runs.",
     )
     llama = (
         f"For an 8 B Llama, `capture_graphs` captures 51 batch sizes in {starts} s. With `torch.compile` this takes",
-        f"{compiled['cold']} s with a cold cache and {compiled['warm']} s with a warm one; the compiled step takes",
-        f"{steps:.2f} times as long as ours.",
+        f"{compiled['cold']} s with a cold cache and {compiled['warm']} s with a warm one; the compiled step is then",
+        f"{1 - steps:.0%} shorter than ours.".replace("%", " %"),
     )
     return bullets(" ".join(calls), host, " ".join(soon), " ".join(llama))
 
@@ -145,23 +149,26 @@ def losses() -> str:
     """Say where a compiler and other capture functions are ahead, by the README's table, and what graphs take."""
     rows = [load("headline/models")["rows"][f"{model} 1"]["arms"] for model in MODELS]
     shorter, ahead = (sum(arms["compiled"]["ms"] < arms[arm]["ms"] for arms in rows) for arm in ("graph", "optimized"))
-    optimized = between(arms["optimized"]["ms"] / arms["compiled"]["ms"] for arms in rows)
+    ratios = [arms["optimized"]["ms"] / arms["compiled"]["ms"] for arms in rows]
+    longer, less = (f"{100 * share:.0f} %" for share in (max(ratios) - 1, 1 - min(ratios)))
     others = ("make-graphed-callables", "tensordict-cudagraph")
     ready = between(arms[arm]["ready_seconds"] for arms in rows for arm in others)
     single = {text: row["arms"] for text, row in latency.rows().items() if CALLABLES in row["arms"]}
     waited, busy = ({text: _over(arms, figure) for text, arms in single.items()} for figure in (WAITED, ROW))
-    small = waited.pop("ten linear layers"), busy["ten linear layers"]
-    del waited["BERT"]
+    small = waited.pop("ten linear layers"), busy.pop("ten linear layers")
+    del waited["BERT"], busy["BERT"]
     compiler = (
-        "A graph replays eager's kernels. A compiler fuses kernels, and has the shorter call on",
-        f"{NUMBERS[shorter]} of the {NUMBERS[len(rows)]} models. After [`sg.optimize`](docs/optimize.md) inference",
-        f"takes {optimized} times as long as a compiled call, and the compiler is ahead on {NUMBERS[ahead]}.",
+        f"A graph replays eager's kernels. A compiler fuses kernels, and has the shorter call on {NUMBERS[shorter]}",
+        f"of the {NUMBERS[len(rows)]} models. After [`sg.optimize`](docs/optimize.md) the compiler is ahead on",
+        f"{NUMBERS[ahead]}, where our call takes up to {longer} longer; on the other {NUMBERS[len(rows) - ahead]}",
+        f"our call takes up to {less} less time.",
     )
     unchecked = (
-        f"`make_graphed_callables` and tensordict check and pad nothing, and are ready in {ready} s. Large models take",
-        f"as long with ours back to back, {between(waited.values())} times as long if waited for; ten linear layers",
-        f"{small[1]:.1f} and {small[0]:.1f} times as long. BERT is slower with them: they capture a mask that eager",
-        "omits.",
+        f"`make_graphed_callables` and tensordict check and pad nothing, and are ready in {ready} s. On large",
+        f"models our calls take {between(busy.values())} times as long as those of `make_graphed_callables` back to",
+        f"back, and {between(waited.values())} if waited for. On a tiny model, ten linear layers, it is",
+        f"{small[1]:.1f} and {small[0]:.1f} times. BERT is slower with them, because their capture includes an",
+        "attention mask that eager and our graphs skip.",
     )
     lazy = (
         'By default (`capture="lazy"`) a size is captured at its second call, and that request waits. The 51 sizes of',

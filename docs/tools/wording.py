@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterable
 
-WIDTH = 148
 NUMBERS = {1: "one", 2: "two", 3: "three", 4: "four", 5: "five", 6: "six", 7: "seven", 8: "eight"}
 
 
@@ -15,13 +13,6 @@ def between(values: Iterable[float], form: str = ".2f") -> str:
     return " to ".join(dict.fromkeys(f"{value:{form}}" for value in (min(found), max(found))))
 
 
-def wrapped(text: str) -> str:
-    """Break a paragraph into lines."""
-    return textwrap.fill(text, WIDTH, break_on_hyphens=False)
-
-
 def bullets(*points: str) -> str:
     """Make a list."""
-    return "\n".join(
-        textwrap.fill(f"- {text}", WIDTH, subsequent_indent="  ", break_on_hyphens=False) for text in points
-    )
+    return "\n".join(f"- {text}" for text in points)
