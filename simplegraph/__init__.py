@@ -1,4 +1,4 @@
-"""CUDA graphs for any PyTorch module, without a compiler.
+"""CUDA graphs for PyTorch modules, without a compiler.
 
 Example:
     >>> import simplegraph as sg

@@ -30,7 +30,7 @@ if TYPE_CHECKING:  # torch is imported where it is needed: the help and the vers
     from torch import Tensor, device
 
 _PAGE = """\
-CUDA graphs for any PyTorch module, without a compiler.
+CUDA graphs for PyTorch modules, without a compiler.
 
   import simplegraph as sg
 
