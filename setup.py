@@ -27,10 +27,19 @@ class BuildWithTroubleshooting(build_py):
 
     def run(self) -> None:
         """Copy the package's files, and the page; an editable install reads that where it is."""
+        built = Path(self.build_lib) / "simplegraph"
+        if not self.editable_mode:
+            _remove_stale(built)
         super().run()
         if not self.editable_mode:
-            folder = Path(self.build_lib) / "simplegraph" / "doctor"
-            self.copy_file("docs/troubleshooting.md", str(folder / "troubleshooting.md"))
+            self.copy_file("docs/troubleshooting.md", str(built / "doctor" / "troubleshooting.md"))
+
+
+def _remove_stale(built: Path) -> None:
+    """Delete what an earlier build left and the package no longer has: setuptools would put it into the wheel."""
+    for path in built.rglob("*"):
+        if path.is_file() and not Path("simplegraph", path.relative_to(built)).exists():
+            path.unlink()
 
 
 setup(cmdclass={"sdist": CompleteSdist, "build_py": BuildWithTroubleshooting})

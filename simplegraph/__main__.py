@@ -193,7 +193,6 @@ _OPTIONAL = {
     "flashinfer": "flashinfer",
     "transformers": "transformers",
     "prometheus_client": "prometheus",
-    "matplotlib": "plot",
 }
 
 

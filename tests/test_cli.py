@@ -46,7 +46,7 @@ def test_doctor_skips_what_is_not_here_and_names_the_extra_that_brings_it(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in cli._OPTIONAL else found(name))
     assert cli.main(["doctor"]) == 0
     printed = capsys.readouterr().out.splitlines()
-    extras = {"flashinfer": "flashinfer", "transformers": "transformers", "matplotlib": "plot"}
+    extras = {"flashinfer": "flashinfer", "transformers": "transformers", "prometheus_client": "prometheus"}
     for package, extra in extras.items():
         assert f'skip  {package}: not installed (optional): pip install -e ".[{extra}]"' in printed
     assert torch.cuda.is_available() or any(line.startswith("skip  GPU: none") for line in printed)
@@ -90,16 +90,16 @@ def test_the_bare_command_shows_what_to_write_and_what_to_run() -> None:
 
 
 def test_an_extra_is_installed_as_the_package_was(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert errors.install_command("plot") == 'pip install -e ".[plot]"'
+    assert errors.install_command("bench") == 'pip install -e ".[bench]"'
     monkeypatch.setattr(errors, "__file__", str(tmp_path / "site-packages" / "simplegraph" / "base" / "errors.py"))
     required = [
         "numpy",
-        'matplotlib; extra == "plot"',
+        'matplotlib; extra == "bench"',
         'transformers>=5 ; extra == "transformers"',
-        "scipy; extra == 'plot'",
+        "scipy; extra == 'bench'",
     ]
     monkeypatch.setattr(importlib.metadata, "requires", {"simple-cuda-graph": required}.get)
-    assert errors.install_command("plot") == "pip install matplotlib scipy"
+    assert errors.install_command("bench") == "pip install matplotlib scipy"
     assert errors.install_command("transformers") == "pip install 'transformers>=5'"
 
 
@@ -110,7 +110,7 @@ def test_every_extra_that_a_message_names_exists() -> None:
     calls = re.compile(r"""install_command\(["']([\w-]+)""")
     files = [path for folder in ("simplegraph", "bench", "docs") for path in (ROOT / folder).rglob("*.py")]
     named = {extra for path in files for extra in calls.findall(path.read_text(encoding="utf-8"))}
-    assert {"flashinfer", "bench-models", "plot", "prometheus"} <= named
+    assert {"flashinfer", "bench", "bench-models", "prometheus"} <= named
     assert named | set(cli._OPTIONAL.values()) <= set(declared["options.extras_require"])
 
 
@@ -196,6 +196,17 @@ class TestExplain:
         environ = os.environ | {"PYTHONPATH": str(tmp_path / "lib")}
         done = subprocess.run(line, cwd=tmp_path, env=environ, capture_output=True, text=True)
         assert done.stdout.startswith("grad\n\nGrad mode is on"), done.stderr
+
+    def test_a_wheel_has_no_file_that_an_earlier_build_left(self, tmp_path: Path) -> None:
+        """`build/lib` stays in the checkout: a module deleted since would be installed."""
+        pytest.importorskip("setuptools")
+        stale = tmp_path / "simplegraph" / "base" / "stale.py"
+        stale.parent.mkdir(parents=True)
+        stale.touch()
+        line = [sys.executable, "setup.py", "-q", "build_py", "--build-lib", str(tmp_path)]
+        subprocess.run(line, cwd=ROOT, check=True, capture_output=True)
+        assert not stale.exists()
+        assert (stale.parent / "errors.py").is_file()
 
 
 class TestImportName:

@@ -140,7 +140,7 @@ def _serve_http(options: argparse.Namespace, model: str, device: torch.device) -
     try:
         from bench.serve import http
     except ImportError as error:
-        print(f"python -m bench.serve: {error}; pip install -e '.[serve]'", file=sys.stderr)
+        print(f"python -m bench.serve: {error}; pip install -e '.[bench-serve]'", file=sys.stderr)
         return 1
     batch, length = (256, 2048) if device.type == "cuda" else (8, 512)
     arm = options.arms[0] if options.arms else "full-and-piecewise"

@@ -26,7 +26,7 @@ def draw(path: Path, fill: Callable[[Any, Any], None], **layout: Any) -> None:
     try:
         import matplotlib
     except ImportError as error:
-        say(f"no plot ({error}); to have one: {install_command('plot')}")
+        say(f"no plot ({error}); to have one: {install_command('bench')}")
         return
     matplotlib.use("Agg")
     from matplotlib import pyplot

@@ -106,7 +106,7 @@ def test_install_commands_name_packages_that_are_what_we_say(path: Path) -> None
 
 
 def test_messages_name_packages_that_are_what_we_say() -> None:
-    extras = ("flashinfer", "plot", "prometheus", "transformers")
+    extras = ("flashinfer", "bench", "prometheus", "transformers")
     assert {install_command(extra) for extra in extras} == {f'pip install -e ".[{extra}]"' for extra in extras}
     assert "pip" not in flash_attention.HOW_TO_INSTALL
 
@@ -115,7 +115,7 @@ def test_names_are_read_out_of_install_commands() -> None:
     assert installed('-e ".[bench]" && python -m bench') == set()
     assert installed('".[transformers,prometheus]" fastapi uvicorn  # in the folder') == {"fastapi", "uvicorn"}
     assert installed("simple-cuda-graph") == {"simple-cuda-graph"}
-    assert installed('"simple-cuda-graph[plot]>=1" .') == {"simple-cuda-graph"}
+    assert installed('"simple-cuda-graph[bench]>=1" .') == {"simple-cuda-graph"}
     assert installed("--no-deps vllm==VERSION") == {"vllm"}
 
 

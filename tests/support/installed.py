@@ -21,7 +21,7 @@ with torch.inference_mode():
 report = model.graph_report().to_dict()
 if (report["captures"], report["replays"] > 0) != (4, True):
     raise SystemExit(f"captured 4 sizes and replayed none:\n{model.graph_report()}")
-if not (told := install_command("plot")) == "pip install matplotlib":
+if not (told := install_command("prometheus")) == "pip install prometheus-client":
     raise SystemExit(f"a message would say {told}")
 if "reads a value on the host" not in (said := explain("capture-failed")):
     raise SystemExit(f"the wheel has no troubleshooting page that says more than:\n{said}")
