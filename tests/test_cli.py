@@ -126,9 +126,17 @@ class TestExplain:
 
     def test_a_section_ends_where_the_next_begins_and_names_pages_in_place_of_links(self) -> None:
         said = explain("proof")
-        assert said.endswith("`verify=0` switches proofs off. See how it works (docs/how_it_works.md#proofs).")
+        assert " ".join(said.split()).endswith("See how it works (page how_it_works of the documentation).")
         assert explain("PROOF") == said
         assert "](" not in "".join(sections().values())
+
+    def test_sections_fit_a_terminal_and_name_no_file_that_a_wheel_lacks(self) -> None:
+        printed = {name: explain(name) for name in sections()}
+        prose = {name: re.sub("^    .*$", "", text, flags=re.MULTILINE) for name, text in printed.items()}
+        assert [name for name, text in prose.items() if max(map(len, text.splitlines())) > 100] == []
+        assert [name for name, text in printed.items() if "docs/" in text or ".md" in text or "```" in text] == []
+        assert "\n- The forward reads a value on the host" in printed["capture-failed"], "items stay on their own lines"
+        assert "\n    pip download --no-deps" in printed["flash-attention"]
 
     def test_lists_every_section(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert cli.main(["explain", "--all"]) == 0

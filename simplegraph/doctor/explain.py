@@ -1,9 +1,11 @@
-"""Read sections of the troubleshooting page. A wheel has the page beside this file, a checkout in `docs/`."""
+"""Read sections of the troubleshooting page as plain text: a wheel has it beside this file, a checkout in `docs`."""
 
 from __future__ import annotations
 
 import functools
 import re
+import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 
 from simplegraph.base.errors import ConfigError, did_you_mean
@@ -11,6 +13,7 @@ from simplegraph.base.errors import ConfigError, did_you_mean
 _PACKAGED = Path(__file__).with_name("troubleshooting.md")
 _IN_CHECKOUT = Path(__file__).parents[2] / "docs" / "troubleshooting.md"
 _MAX_NAMED = 5  # sections that have a word
+_WIDTH = 100  # columns
 _SECTION = re.compile(r"^### (?P<name>\w+)\n(?P<text>.*?)(?=^###? |\Z)", re.DOTALL | re.MULTILINE)
 _LINK = re.compile(r"\[([^\]]+)\]\(([^)\s]+)\)")
 
@@ -20,7 +23,7 @@ def sections() -> dict[str, str]:
     """Return the text of each section of the troubleshooting page, by name."""
     page = _PACKAGED if _PACKAGED.is_file() else _IN_CHECKOUT
     matches = _SECTION.finditer(page.read_text(encoding="utf-8"))
-    return {section["name"].replace("_", "-"): _LINK.sub(_named, section["text"]).strip() for section in matches}
+    return {section["name"].replace("_", "-"): _plain(section["text"]) for section in matches}
 
 
 def explain(name: str) -> str:
@@ -52,8 +55,30 @@ def _first_sentence(text: str) -> str:
 
 
 def _named(link: re.Match[str]) -> str:
-    """Name the section or the page that a link leads to, since a terminal follows no links."""
-    text, target = link.groups()
+    """Name the page of the documentation that a link leads to: a terminal follows none, and a wheel has no pages."""
+    text, target = " ".join(link[1].split()), link[2]
     if target.startswith("#"):
         return text
-    return f"{text} ({target if ':' in target else 'docs/' + target})"
+    page = Path(target.partition("#")[0]).stem
+    return f"{text} ({target if ':' in target else f'page {page} of the documentation'})"
+
+
+def _plain(text: str) -> str:
+    """Return a section without Markdown's links, its lines wrapped; commands stay as they are."""
+    commands = re.split(r"^```\w*\n(.*?)^```$", _LINK.sub(_named, text), flags=re.DOTALL | re.MULTILINE)
+    for at, part in enumerate(commands):
+        commands[at] = textwrap.indent(part, "    ") if at % 2 else "\n\n".join(_paragraphs(part)) + "\n\n"
+    return "".join(commands).strip()
+
+
+def _paragraphs(text: str) -> Iterator[str]:
+    """Yield wrapped paragraphs; items of a list are one paragraph, a line or more each."""
+    for paragraph in filter(None, map(str.strip, re.split(r"\n\s*\n", text))):
+        yield "\n".join(_wrapped(item) for item in re.split(r"\n(?=- )", paragraph))
+
+
+def _wrapped(text: str) -> str:
+    indent = "  " if text.startswith("- ") else ""
+    return textwrap.fill(
+        " ".join(text.split()), _WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
