@@ -8,10 +8,15 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from bench.models.shard import WHOLE, Shard
+from simplegraph.base.errors import install_command
+
+try:
+    from safetensors import SafetensorError, safe_open
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(f"{error}: {install_command('bench')}", name=error.name) from None
 
 SINGLE = "model.safetensors"
 PICKLED = "pytorch_model.bin"

@@ -164,3 +164,12 @@ class CannotBind(Exception):
         """Return the reason, its detail, and the command for more information, as the end of a message."""
         detail = f" ({self.detail})" if self.detail else ""
         return f"{self.reason.text}{detail}.\n  See: {self.reason.command}"
+
+
+class NoTensor(CannotBind):
+    """A call has no tensor at all, which the reason's text, about several dimensions, does not say."""
+
+    @property
+    def explained(self) -> str:
+        """Return the detail alone, and the command for more information."""
+        return f"{self.detail}.\n  See: {self.reason.command}"

@@ -19,7 +19,7 @@ from simplegraph.base.constants import WATCHED_BYTES
 from simplegraph.base.errors import ConfigError, InputError, did_you_mean
 from simplegraph.base.nested import ARGUMENT_REMEDIES, ATOMS, TreeSpec, constant_key, flatten
 from simplegraph.base.objects import class_member
-from simplegraph.base.reasons import CannotBind, Reason
+from simplegraph.base.reasons import CannotBind, NoTensor, Reason
 from simplegraph.base.tensors import layout_of
 from simplegraph.call.inputs import (
     PLAIN_TENSORS,
@@ -524,7 +524,7 @@ def device_of(leaves: Sequence[Any], default: torch.device | None = None) -> tor
         devices.insert(0, default)
     if not devices:
         said = "no tensor was passed, so there is no batch dimension: pass an example call, or set exact_shapes=True"
-        raise CannotBind(Reason.AMBIGUOUS_BATCH_DIM, said)
+        raise NoTensor(Reason.AMBIGUOUS_BATCH_DIM, said)
     return next((device for device in devices if device.type != "cpu"), devices[0])
 
 

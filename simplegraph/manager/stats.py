@@ -171,6 +171,7 @@ class GraphStats:
         flushes: how often all graphs were dropped because there were more signatures than `max_signatures`.
         discarded_launches: early launches of graphs whose calls were then found to need another graph, or none. They
             do not count as replays.
+        raised: first calls that raised an error, as they do without graphs; they count nowhere else.
         longest_stall: seconds of the longest call that captured a size, including its eager run and the proof.
         lengths: with `length_dims`, calls by (their length, the captured length).
     """
@@ -189,6 +190,7 @@ class GraphStats:
     recaptures: int = 0
     flushes: int = 0
     discarded_launches: int = 0
+    raised: int = 0
     longest_stall: float = 0.0
     lengths: collections.Counter[tuple[int, int]] = dataclasses.field(default_factory=collections.Counter)
     _eager_sizes: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
@@ -333,6 +335,7 @@ _TOTALS = (
         "replays",
         "padded_tokens",
         "recaptures",
+        "raised",
         "flushes",
     ),
 )
@@ -445,6 +448,8 @@ class GraphReport:
             more = f", and {more_sizes} other sizes" if (more_sizes := len(stats.batch_sizes) - len(sizes)) else ""
             lines.append(f"  batch sizes in {stats.unit} x calls: {shown}{more}")
         lines += [stats.padded_lengths()] if stats.lengths else []
+        if stats.raised:
+            lines.append(f"  calls that raised an error, as in eager, and are not counted above: {stats.raised}")
         if stats.flushes:
             lines.append(f"  flushed {stats.flushes} x: more call signatures than max_signatures")
         if stats.recaptures:

@@ -147,14 +147,19 @@ class GraphBuilder(ObservedRuns):
     def run_as_called(self, call: Call, reason: Reason, detail: str = "") -> Any:
         """Run eagerly with the caller's own tensors, and learn from the run."""
         self.reader.num_observed += 1
-        self.manager.stats.ran_eagerly(reason, detail, size=call.batch)
+        stats = self.manager.stats
         memory = call.memory  # before the run, which may give an argument other memory
         # Constants that follow the batch size come from a warmup of the padded size: this run is none.
         key = (call.binding.signature, None) if call.padding else call.key
         arguments = call.host_arguments() if call.layout.hosted else None
-        result, observer, trace = self.run_eagerly(
-            call, call.args, call.kwargs, key, rows=call.batch, arguments=arguments
-        )
+        try:
+            result, observer, trace = self.run_eagerly(
+                call, call.args, call.kwargs, key, rows=call.batch, arguments=arguments
+            )
+        except Exception as error:
+            stats.raised += not isinstance(error, CannotBind)
+            raise
+        stats.ran_eagerly(reason, detail, size=call.batch)
         # If an argument is on a GPU, the call's device is known.
         if not any(issubclass(type(leaf), Tensor) and leaf.is_cuda for leaf in call.leaves):
             module_device = device_of_state(call.module)

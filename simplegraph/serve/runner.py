@@ -73,6 +73,16 @@ _COMPILED = (
 # that move to it.
 _RUNS_TO_SETTLE = 4
 _TRANSIENT = frozenset({Reason.PYTHON_STATE, Reason.WARMUP, Reason.WRONG_DEVICE})  # reasons that a further run may end
+_BY_SIZE = frozenset({Reason.BATCH_TOO_LARGE, Reason.SIZE_NOT_CAPTURED})
+
+
+def _flat_batch(leaves: Sequence[Any], names: Sequence[str]) -> str:
+    """Say what the batch is if all tensors of a call have one dimension: a caller may have passed one row."""
+    tensors = [(name, leaf) for name, leaf in zip(names, leaves, strict=True) if issubclass(type(leaf), Tensor)]
+    if not tensors or any(leaf.dim() != 1 for _, leaf in tensors):
+        return ""
+    name, leaf = tensors[0]
+    return f"{name} has 1 dimension, which is taken as the batch; pass one row with shape (1, {len(leaf)})"
 
 
 class CudaGraphWrapper(Sleeps, Graphed):
@@ -582,7 +592,10 @@ class GraphRunner:
         if largest:
             dispatch = Dispatch(*manager.descriptors()[0], Reason.EXACT, 0)
         if dispatch.mode is CudaGraphMode.NONE:
-            raise CannotBind(dispatch.reason, manager.dispatcher.advice(dispatch), size)
+            detail = manager.dispatcher.advice(dispatch)
+            if dispatch.reason in _BY_SIZE and (flat := _flat_batch(leaves, names)):
+                detail = f"{detail}; {flat}"
+            raise CannotBind(dispatch.reason, detail, size)
         if layout.binding not in calls.bindings.values() and len(calls.bindings) >= self.config.max_signatures:
             self._make_room(builder, module, size, layout.binding.signature)
         calls.use(layout)

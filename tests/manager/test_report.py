@@ -144,6 +144,33 @@ def test_a_histogram_of_many_sizes_is_cut_in_print_and_whole_in_json(device):
     assert len(model.graph_report().to_dict()["batch_sizes"]) == 15
 
 
+def test_calls_that_raise_count_apart_from_those_that_were_answered(device: torch.device) -> None:
+    model = sg.wrap(nn.Linear(WIDTH, WIDTH).to(device).eval(), capture_sizes=[4], progress=False)
+    rows = torch.randn(3, WIDTH, device=device)
+    with torch.inference_mode():
+        for arguments, named in (((rows[:, 1:],), {}), ((rows,), {"bad": 1}), ((rows, rows), {})):
+            with pytest.raises((RuntimeError, TypeError)):
+                model(*arguments, **named)
+        model(rows)
+    stats = model.graph_stats
+    assert (stats.raised, stats.eager, stats.batch_sizes) == (3, {sg.Reason.FIRST_CALL: 1}, {3: 1})
+    said = "  calls that raised an error, as in eager, and are not counted above: 3"
+    assert said in str(model.graph_report()).splitlines()
+    assert model.graph_report().to_dict()["raised"] == 3
+
+
+def test_a_batch_of_one_dimension_is_said_to_be_one(device: torch.device) -> None:
+    """Eager takes one row without a batch dimension, and a size for its features would not help."""
+    model = sg.wrap(nn.Linear(16, 16).to(device).eval(), capture_sizes=[4], progress=False)
+    with torch.inference_mode():
+        model(torch.randn(16, device=device))
+        assert "; input has 1 dimension, which is taken as the batch; pass one row with shape (1, 16)" in str(
+            model.graph_report()
+        )
+        model(torch.randn(17, 16, device=device))
+    assert "dimension" not in model.graph_stats.details[sg.Reason.BATCH_TOO_LARGE]
+
+
 def test_calls_that_no_size_could_serve_are_not_in_the_histogram(device):
     model = sg.wrap(nn.Linear(WIDTH, WIDTH).to(device).train(), capture_sizes=[4], progress=False)
     model(torch.randn(4, WIDTH, device=device))

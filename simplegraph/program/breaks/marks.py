@@ -257,7 +257,8 @@ def break_at(module: nn.Module, *patterns: str) -> list[str]:
     for pattern, matched in matches.items():
         if not matched:
             kinds = ", ".join(sorted({"*." * ("." in name) + name.rsplit(".", 1)[-1] for name in named})[:12])
-            raise ConfigError(f"break_at: no submodule is named {pattern!r}; there are, among others, {kinds}.")
+            there_are = f"there are, among others, {kinds}" if kinds else f"{type(module).__name__} has no submodules"
+            raise ConfigError(f"break_at: no submodule is named {pattern!r}; {there_are}.")
     names = [name for name in named if any(name in matched for matched in matches.values())]
     for name in names:
         if isinstance(named[name], torch.jit.ScriptModule):

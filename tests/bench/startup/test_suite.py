@@ -173,6 +173,13 @@ def test_without_pytest_benchmark_it_skips_and_says_how_to_install_it() -> None:
     assert 'needs pytest-benchmark: pip install -e ".[bench]"' in done.stdout
 
 
+def test_without_a_package_the_command_names_the_extra_that_brings_it() -> None:
+    code = "import runpy, sys; sys.modules['safetensors'] = None; runpy.run_module('bench', run_name='__main__')"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.rstrip().endswith('pip install -e ".[bench]"')
+
+
 def test_an_arm_that_needs_a_gpu_is_skipped_with_the_reason() -> None:
     done = command("--arms", "lean-loop")
     assert "2 skipped" in done.stdout

@@ -117,6 +117,8 @@ def test_what_cannot_break_is_refused_when_it_is_marked(target: Any, words: str)
 
 def test_a_pattern_that_matches_nothing_is_told_ones_that_do() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.ReLU()))
+    with pytest.raises(sg.ConfigError, match=r"no submodule is named 'nope'; Linear has no submodules\.$"):
+        sg.break_at(nn.Linear(2, 2), "nope")
     with pytest.raises(sg.ConfigError, match=r"no submodule is named '\*\.1'; there are, among others, \*\.0, 0, 1\."):
         sg.break_at(model, "*.1")
     assert sg.break_at(model, "*.0") == ["1.0"]
