@@ -68,7 +68,7 @@ def plans(wrapped: Any) -> Iterator[tuple[CallLayout, Plan]]:
 
 
 class _AlwaysHold:
-    """Stands for what compares settings, plain values and what graphs read, and takes all as unchanged.
+    """Stands for what checks settings, plain values and what graphs read, and takes all as unchanged.
 
     Args:
         key: of the values.
@@ -82,14 +82,11 @@ class _AlwaysHold:
     def hold(self) -> bool:
         return True
 
-    def holds(self, _: object) -> bool:
+    def holds(self, *_: object) -> bool:
         return True
 
-    def tensors(self, _: object) -> tuple[()]:
+    def read_if_in_place(self, _: object) -> tuple[()]:
         return ()
-
-    def same(self, *_: object) -> bool:
-        return True
 
 
 def remove_guards(wrapped: Any) -> None:
@@ -104,5 +101,5 @@ def remove_guards(wrapped: Any) -> None:
     unchanged: Any = _AlwaysHold()
     for layout, plan in found:
         layout.settings = plan.state.reading = unchanged
-    compared: list[Any] = wrapped._graph_runner._calls.plain.comparisons
-    compared[:] = [_AlwaysHold(comparison.key) for comparison in compared]
+    checks: list[Any] = wrapped._graph_runner._calls.plain.value_checks
+    checks[:] = [_AlwaysHold(check.key) for check in checks]

@@ -29,20 +29,20 @@ def breakdown(wrapped: Any, batch: tuple[Any, ...], device: torch.device, calls:
 
     Returns:
         ``dicts`` and ``tensors`` of the module, ``goal_us`` for as many; ``moved``: all that is read of the module
-        where nothing is known before, ``reading`` the comparison of a call, ``plain`` that of plain values before it,
+        where nothing is known before, ``reading`` the check of a call, ``plain`` that of plain values before it,
         ``settings`` those of torch.
     """
     layout, plan = next(plans(wrapped))
     module, state = plan.state.module(), plan.state
     found = held(module)
     found["goal_us"] = DICT_US * found["dicts"] + TENSOR_US * found["tensors"]
-    told = next(iter(wrapped._graph_runner._calls.plain.comparisons), None)
+    check = next(iter(wrapped._graph_runner._calls.plain.value_checks), None)
     parts: dict[str, Callable[[], object]] = {"moved": state.moved, "settings": layout.settings.hold}
-    if told is not None:
-        parts["plain"] = lambda: told.holds(vars(module))
+    if check is not None:
+        parts["plain"] = lambda: check.holds(vars(module))
     reading = state.reading
     if reading is not None:
-        parts["reading"] = lambda: reading.same(vars(module), told)
+        parts["reading"] = lambda: reading.holds(vars(module), check)
     for name, part in parts.items():
         taken = []
         for _ in range(calls):
