@@ -134,8 +134,7 @@ class CapturedState:
         entries = [
             entry for entry in survey.tensors.values() if self._read.includes(entry) or entry.name in self._gradients
         ]
-        aliased = filter(self._read.includes, survey.aliased)
-        links = [entry.links for entry in (*entries, *aliased) if entry.links]
+        links = [entry.links for entry in entries if entry.links]
         elsewhere = self._read.elsewhere.values()
         owned = [owned for owned in elsewhere if is_wrapper(owned.tensor) or has_address(owned.tensor)]
         values = list(self._values.values())

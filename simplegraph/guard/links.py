@@ -17,6 +17,12 @@ from simplegraph.base.objects import identity_hash, own_dict
 
 _get = object.__getattribute__  # past the object's own class
 Link = tuple[Any, Any, Any]  # a holder, a key or index in it, and its value
+
+
+class SecondPath(tuple[Link, ...]):
+    """A chain of links to a container whose contents are checked on another path: here only its identity is."""
+
+
 SETTINGS = frozenset({type(None), bool, int, float, str})  # types whose values are checked
 REGISTRIES = ("_parameters", "_buffers", "_modules")
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -80,7 +86,7 @@ def split_links(
         entry = by_holder.get(id(holder))
         if issubclass(type(chain[-1][-1]), (Tensor, nn.Module)):
             always.append(chain)
-        elif len(chain) > 1 or entry is None or _is_opened(value):
+        elif len(chain) > 1 or entry is None or (_is_opened(value) and type(chain) is not SecondPath):
             others.append(chain)
         else:
             entry[name] = value
@@ -121,7 +127,7 @@ def levels_of(attributes: list[dict[str, Any]], links: Iterable[Sequence[Link]])
                 parents.append(container)
                 keys.append(key)
             is_last = depth + 1 == len(chain)
-            if not is_last or _is_opened(value):
+            if not is_last or (_is_opened(value) and type(chain) is not SecondPath):
                 is_container = issubclass(type(value), _CONTAINERS)
                 step = at, not is_container if is_last else chain[depth + 1][0] is not value
                 container = opened.setdefault((depth, *step), len(containers))

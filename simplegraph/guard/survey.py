@@ -19,7 +19,7 @@ from simplegraph.base.tensors import has_address, parts, storage_key
 from simplegraph.base.walk import DEPTH, REGISTERED, Policy, Walk, held_by, holder_of, is_library, items_of
 from simplegraph.guard.carried import carried_by
 from simplegraph.guard.functions import FunctionModule
-from simplegraph.guard.links import Link
+from simplegraph.guard.links import Link, SecondPath
 from simplegraph.guard.scripted import scripted_tensors
 from simplegraph.guard.values import NOT_PLAIN, dotted, value_key
 
@@ -63,7 +63,6 @@ class Survey:
             whose place a tensor may appear: None, and containers without tensors.
         carried: the places in which runs leave tensors; these tensors are not listed.
         aliases: the names of further places that lead to an object that has a name, with that name.
-        aliased: the tensors in containers to which such places lead, with links by way of these places.
         scripted: the TorchScript modules among the modules, by name.
     """
 
@@ -73,7 +72,6 @@ class Survey:
         self.generators: dict[str, torch.Generator] = {}
         self.links: list[tuple[Link, ...]] = []
         self.aliases: dict[str, str] = {}
-        self.aliased: list[HeldTensor] = []
         self._children: list[tuple[str, dict[str, Any]]] = []  # registries of children, with the names of their modules
         self.carried = carried_by(module).unguarded()
         roots: list[Any] = [module]
@@ -105,7 +103,7 @@ class Survey:
         for links in reversed(containers):  # inner containers before those that lead to them
             value = links[-1][2]
             if id(value) not in checked or first[id(value)] is not links:
-                self.links.append(links)
+                self.links.append(links if first[id(value)] is links else SecondPath(links))
                 checked.update(id(value) for _, _, value in links[:-1])
 
     def _is_registered(self, thing: Any, contents: Any) -> bool:
@@ -162,20 +160,6 @@ class Survey:
                 self.links.append(links)
             elif id(value) in self._places or id(value) in self._walk.empty:
                 yield links
-                if dotted(name, key) in self.aliases:
-                    self._look_into_alias(dotted(name, key), value, links, {id(value)})
-
-    def _look_into_alias(self, name: str, thing: Any, links: tuple[Link, ...], seen: set[int]) -> None:
-        """Add the tensors and modules in and below a container or object by way of another place that leads there."""
-        for key, value in items_of(held_by(thing)):
-            place, below = dotted(name, key), (*links, (holder_of(thing, key), key, value))
-            if issubclass(type(value), Tensor):
-                self.aliased.append(HeldTensor(place, place, value, below))
-            elif issubclass(type(value), nn.Module):
-                self.links.append(below)
-            elif id(value) in self._places and id(value) not in seen:
-                seen.add(id(value))
-                self._look_into_alias(place, value, below, seen)
 
     def _note_alias(self, above: str, key: Any, value: Any) -> None:
         """Note a place that leads to an object that has another name."""
