@@ -118,6 +118,7 @@ class ValueHolder:
     Attributes:
         entries: key in the container -> key of the value (see `value_key`).
         inside: ids of objects opened below it.
+        plain_values: the plain values and keys that were read last; kept alive, so that their ids are not reused.
         state: the `HolderState` when the entries were read; None before that, and if the container was gone.
         buffers: small arrays and other buffers among the values.
         keys: the keys that lead from a module to it; None if code leads to it.
@@ -160,16 +161,12 @@ class ValueHolder:
         self.inside: list[int] = []
         self.buffers: list[Any] = []
         self.state: Any = None
-        self._kept: list[Any] = []  # plain values, kept alive so that their ids are not reused, and weak references
+        self.plain_values: list[Any] = []
+        self._references: list[weakref.ref[Any]] = []
 
     def find(self) -> Any:
         """Return the present container. May raise any exception if it can no longer be reached."""
         return self.container if self._find is None else self._find()
-
-    @property
-    def plain_values(self) -> Sequence[Any]:
-        """The plain values and keys that were read last."""
-        return self._kept
 
     def length(self) -> int:
         """Return the length of the container now; -1 if it can no longer be reached."""
@@ -219,7 +216,7 @@ class ValueHolder:
         state = self.read_state()
         is_versioned = issubclass(type(container), dict) and versions.dict_version is not None
         by_ids = not is_versioned or self._is_view or self.names is not None
-        self.inside, self.buffers, self._kept = [], [], []
+        self.inside, self.buffers, self.plain_values, self._references = [], [], [], []
         entries: dict[Hashable, Hashable] = {}
         empty: list[tuple[list[Any], Any]] = []
         version = state and (state.container, state.version)
@@ -238,11 +235,11 @@ class ValueHolder:
                 at = identity_key(key)
                 things.append((key, at))
             else:
-                self._kept.append(key)  # an item of a set may be a plain value
+                self.plain_values.append(key)  # an item of a set may be a plain value
             entries[at] = entry
             for thing, its_key in things if by_ids else ():
                 if type(its_key) is SameObject and can_be_referenced(type(thing)):
-                    self._kept.append(weakref.ref(thing, self.gone))
+                    self._references.append(weakref.ref(thing, self.gone))
         kind = type(container if self.owner is None else self.owner())
         if kind.__flags__ & HEAP_TYPE:
             entries[CLASS] = class_key(kind)
@@ -258,7 +255,7 @@ class ValueHolder:
         """
         entry = value_key(value)
         if entry is not NOT_PLAIN:
-            self._kept.append(value)
+            self.plain_values.append(value)
             return entry
         if issubclass(type(value), _ELSEWHERE):
             # Only the class of a tensor or module is guarded here. A reading checks its identity.
@@ -267,14 +264,13 @@ class ValueHolder:
             items = enumerate(tuple.__iter__(value))
             entries = tuple(self._entry(item, opened, [*path, at], empty) for at, item in items)
             return PARTS, class_key(type(value)), entries
-        buffered = buffer_key(value)
-        if buffered is not None:
-            self.buffers.append(value)
-        if id(value) in opened:
+        buffered, is_opened = buffer_key(value), id(value) in opened
+        if is_opened:
             self.inside.append(id(value))
         if buffered is not None:
+            self.buffers.append(value)
             return buffered
-        if id(value) in opened:
+        if is_opened:
             kind = class_key(type(value))
             if issubclass(type(value), collections.deque):
                 return kind, collections.deque.maxlen.__get__(value)
@@ -726,7 +722,7 @@ def _owner_of(holder: ValueHolder) -> Any:
 
 def _shows_slots(holder: ValueHolder) -> bool:
     """True if an object has only slots, and shows all their values to the garbage collector."""
-    if holder.state is None or holder.state.container is not None:
+    if holder.state is None:
         return False
     thing, values = _owner_of(holder), holder.find()
     if own_dict(thing) or len(slots_of(type(thing))) != len(values):
