@@ -105,8 +105,9 @@ class _CallProof:
 
     def run(self) -> Any:
         """Run eagerly, replay, compare, and restore the effects of the eager run."""
-        plan, memory, unsaved = self._plan, self._memory, self._memory is None
-        if self._ranks.any(f"memory that a proof of {self._label} cannot copy", unsaved) or memory is None:
+        plan = self._plan
+        memory: Any = self._memory
+        if self._ranks.any(f"memory that a proof of {self._label} cannot copy", memory is None):
             plan.graph.leave_unverified("it writes more memory than a proof copies")
             return plan.replay(self._call.leaves, plan.copies(self._call.leaves))
         self._table.stats.ran_eagerly(Reason.PROOF, size=self._call.batch)
@@ -152,8 +153,10 @@ class _CallProof:
             self._plan.graph.operators = observer.operators
             # Torch chooses kernels by alignment and strides, too, and another kernel may round differently.
             return proof.compare(again, same_kernels=self._plan.same_layout(self._call.leaves))
+        # Ranks may have different batch sizes. Breaks may run only once. Fewer rows draw other random numbers.
+        runs_parts = not (self._plan.program.breaks or proof.draws or self._ranks.size > 1)
         try:
-            mismatch = self._check_padded_indices(proof)
+            padded, mismatch = self._run_padded(proof) if runs_parts else (None, None)
             if mismatch is not None:
                 return mismatch
             first = again()
@@ -170,7 +173,8 @@ class _CallProof:
             if proof.draws:
                 mismatch = mismatch or "it draws random numbers, and other ones for padding rows, too"
             mismatch = mismatch or proof.difference(first, proof.expected, rounded=True, memory=memory)
-            mismatch = mismatch or self._compare_parts(proof, first, again, memory=memory)
+            if runs_parts:
+                mismatch = mismatch or self._compare_parts(proof, first, padded, again, memory=memory)
             if mismatch is None and self._plan.graph.operators not in (None, observer.operators):
                 proof.rounding = by_least_precise(OTHER_OPERATORS, observer.dtypes)
                 mismatch = proof.difference(first, proof.expected, rounded=True, memory=memory)
@@ -178,27 +182,51 @@ class _CallProof:
         except Exception as error:
             return proof.describe_error(error)
 
+    def _run_padded(self, proof: ReplayProof) -> tuple[tuple[Effects, str | None] | None, str | None]:
+        """Run eagerly on all padded rows, if that is compared, or an index may be out of range.
+
+        A replay with such an index would end the process's use of the GPU. Arguments are padded by valid indices.
+
+        Returns:
+            What `_run_part` returned if it is compared; else None. And how the run fails; None if it does not.
+        """
+        plan, indices, row_counts = self._plan, self._plan.program.indices, self._plan.graph.compared_row_counts
+        is_first = row_counts is not None and not row_counts
+        can_fail = indices is not None and (indices.may_fault or plan.padded in indices.computed_sizes)
+        if not (is_first or can_fail):
+            return None, None
+        with self._undoing():
+            try:
+                found = self._run_part(proof, plan.padded)
+                return (found if is_first else None), None
+            except Exception as error:
+                if is_first or isinstance(error, IndexError):
+                    return None, f"eager raises {type(error).__name__} with {plan.padded} rows: {error}"
+                # Replays show if that counts.
+                logger.debug("%s fails with %d rows", self._label, plan.padded, exc_info=True)
+        return None, None
+
     def _compare_parts(
-        self, proof: ReplayProof, first: Effects, again: Callable[[], Effects], *, memory: bool
+        self,
+        proof: ReplayProof,
+        first: Effects,
+        padded: tuple[Effects, str | None] | None,
+        again: Callable[[], Effects],
+        *,
+        memory: bool,
     ) -> str | None:
         """Compare a graph's first padded replay with eager runs on all padded rows, and on half of the real rows.
 
         Rounding differs between batch sizes, and can hide an effect of the number of rows if the two numbers are close.
         Half of the rows double such an effect. Return the difference; None if there is none.
         """
-        plan, graph = self._plan, self._plan.graph
-        row_counts = graph.compared_row_counts
-        is_compared = row_counts is None or any(rows < plan.padded for rows in row_counts)
-        # Ranks may have different batch sizes. Breaks may run only once. Fewer rows draw other random numbers.
-        if is_compared or graph.program.breaks or proof.draws or self._ranks.size > 1:
+        plan, row_counts = self._plan, self._plan.graph.compared_row_counts
+        if row_counts is None or any(rows < plan.padded for rows in row_counts):
             return None
         mismatch, half = None, (plan.rows + 1) // 2
         with self._undoing():
-            if not row_counts:
-                try:
-                    eager, mismatch = self._run_part(proof, plan.padded)
-                except Exception as error:
-                    return f"eager raises {type(error).__name__} with {plan.padded} rows: {error}"
+            if padded is not None:
+                eager, mismatch = padded
                 mismatch = mismatch or proof.differs_beyond_noise(
                     first._replace(inputs=()), eager, again, memory=memory
                 )
@@ -220,25 +248,6 @@ class _CallProof:
         with Undo(None, ()) as undo:
             undo.watch(self._call.module, code=True, plain=self._call.plain)
             yield
-
-    def _check_padded_indices(self, proof: ReplayProof) -> str | None:
-        """Describe an index of a run on all padded rows that is out of range; None if there is none.
-
-        A replay would end the process's use of the GPU. Arguments are padded by valid indices.
-        """
-        plan, indices = self._plan, self._plan.program.indices
-        if indices is None or not (indices.may_fault or plan.padded in indices.computed_sizes):
-            return None
-        if plan.program.breaks or proof.draws or self._ranks.size > 1:  # as in `_compare_parts`
-            return None
-        with self._undoing():
-            try:
-                self._run_part(proof, plan.padded)
-            except IndexError as error:
-                return f"eager raises IndexError with {plan.padded} rows: {error}"
-            except Exception:  # replays show if that counts
-                logger.debug("%s fails with %d rows", self._label, plan.padded, exc_info=True)
-        return None
 
     def _run_part(self, proof: ReplayProof, rows: int) -> tuple[Effects, str | None]:
         """Run eagerly on the first `rows` rows of the static inputs; return its effects, and `learn_numbers` of it."""

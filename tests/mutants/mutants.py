@@ -430,7 +430,7 @@ MUTANTS = [
     Mutant(
         "a first padded replay is compared up to rounding alone",
         "serve/call_proof.py",
-        "            if not row_counts:\n",
+        "            if padded is not None:\n",
         "            if False:\n",
         PROOFS,
     ),
