@@ -430,8 +430,8 @@ MUTANTS = [
     Mutant(
         "a first padded replay is compared up to rounding alone",
         "serve/call_proof.py",
-        "            if padded is not None:\n",
-        "            if False:\n",
+        "is_first = row_counts is not None and not row_counts",
+        "is_first = False",
         PROOFS,
     ),
     Mutant(
