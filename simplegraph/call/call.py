@@ -123,9 +123,12 @@ class Binding(SignatureRecord):
         if warn:
             logger.warning("simplegraph: %s: %s: %s.\n  %s %s\n  See: %s", *texts, Reason.PADDING_SHOWS.command)
 
-    def learn_numbers(self, table: ProgramTable, seen: NumbersSeen) -> str | None:
-        """Learn if a Python number follows the batch size; if one does, refuse padding and return the difference."""
-        difference = self.numbers.learn(seen)
+    def learn_numbers(self, table: ProgramTable, seen: NumbersSeen, *, in_graph: bool = False) -> str | None:
+        """Learn if a Python number follows the batch size; if one does, refuse padding and return the difference.
+
+        `in_graph` is true if the forward was captured.
+        """
+        difference = self.numbers.learn(seen, in_graph=in_graph)
         if difference is not None and self.padding_refusal is None and table.config.padding:
             self.stop_padding(table, "padding changes the answer", *difference)
         return None if difference is None else difference[0]

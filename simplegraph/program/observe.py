@@ -62,11 +62,13 @@ class PassedNumbers(NamedTuple):
         func: the operator.
         numbers: the numbers in the order of its arguments, without defaults.
         line: the file and the number of the user's line; None if there is none.
+        reads: how many values the run had read back before, outside of eager breaks and in them.
     """
 
     func: Any
     numbers: tuple[Any, ...]
     line: tuple[str, int] | None
+    reads: tuple[int, ...]
 
 
 class ChosenRows(NamedTuple):
@@ -102,7 +104,7 @@ class NumbersSeen:
     """The Python numbers that a run passes to operators on floating-point tensors, in order.
 
     Numbers that became tensors are kept separately: a run may also make such a tensor on the device. Numbers in breaks
-    do not count: breaks run at every call.
+    do not count: breaks run at every call. Values that a run reads back are kept: numbers may be computed from these.
 
     Args:
         rows: the batch size of the run; 0 if it is not known.
@@ -113,6 +115,13 @@ class NumbersSeen:
         self.segments: list[PassedNumbers] = []
         self.data: list[PassedNumbers] = []
         self.choices: list[ChosenRows] = []
+        self.reads: tuple[list[Any], list[Any]] = [], []  # values outside of eager breaks, and in them
+
+    def _read_alike(self, passed: PassedNumbers, seen: NumbersSeen, other: PassedNumbers, *, in_graph: bool) -> bool:
+        """True if two runs had read the same values before they passed these numbers; see `differing_numbers`."""
+        before = [values[:count] for values, count in zip(self.reads, passed.reads, strict=True)]
+        after = [values[:count] for values, count in zip(seen.reads, other.reads, strict=True)]
+        return repr(before[in_graph:]) == repr(after[in_graph:])  # NaN differs from itself
 
     def note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: Sequence[Tensor]) -> None:
         """Note the numbers that an operator is passed beside `tensors`; this runs for every observed operator."""
@@ -125,13 +134,13 @@ class NumbersSeen:
             if passed and (_makes_number(func, args, kwargs) or any(inexact)):
                 # Torch passes a default only if another argument follows it.
                 numbers = tuple(number for number, default in passed if number != default)
-                self.segments.append(PassedNumbers(func, numbers, running_line()))
+                self.segments.append(PassedNumbers(func, numbers, running_line(), tuple(map(len, self.reads))))
 
     def _note_data(self, tensor: Tensor) -> None:
         """Note a number that became a tensor, if reading it does not wait for the device."""
         if tensor.dim() == 0 and tensor.is_cpu and tensor.is_floating_point():
             with without_modes():
-                self.data.append(PassedNumbers(_LIFTED, (tensor.item(),), running_line()))
+                self.data.append(PassedNumbers(_LIFTED, (tensor.item(),), running_line(), tuple(map(len, self.reads))))
 
     def note_choice(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: Sequence[Tensor], made: Sequence[Tensor]
@@ -166,13 +175,20 @@ class NumbersSeen:
             (choice for choice, other in pairs if choice.among_others(other) and (places or not choice.places)), None
         )
 
-    def differing_numbers(self, seen: NumbersSeen) -> tuple[PassedNumbers, PassedNumbers] | None:
-        """Find the first operator that two runs pass different numbers; None if none, or if the operators differ."""
+    def differing_numbers(
+        self, seen: NumbersSeen, *, in_graph: bool = False
+    ) -> tuple[PassedNumbers, PassedNumbers] | None:
+        """Find the first operator that two runs pass different numbers; None if none, or if the operators differ.
+
+        Numbers after reads of different values do not count, since they may be computed from the data. With `in_graph`,
+        only reads in eager breaks are such: a graph holds only reads whose values do not depend on data.
+        """
         for numbers, others in ((self.segments, seen.segments), (self.data, seen.data)):
             if [passed.func for passed in numbers] == [passed.func for passed in others]:
-                for pair in zip(numbers, others, strict=True):
-                    if repr(pair[0].numbers) != repr(pair[1].numbers):  # NaN differs from itself
-                        return pair
+                for one, other in zip(numbers, others, strict=True):
+                    differ = repr(one.numbers) != repr(other.numbers)  # NaN differs from itself
+                    if differ and self._read_alike(one, seen, other, in_graph=in_graph):
+                        return one, other
         return None
 
 
@@ -186,13 +202,17 @@ class NumbersBySize:
         """Forget all numbers."""
         self._seen.clear()
 
-    def learn(self, seen: NumbersSeen) -> tuple[str, str] | None:
-        """Remember a run; return (effect of padding, remedy) if runs of two sizes show that padding has an effect."""
+    def learn(self, seen: NumbersSeen, *, in_graph: bool = False) -> tuple[str, str] | None:
+        """Remember a run; return (effect of padding, remedy) if runs of two sizes show that padding has an effect.
+
+        `in_graph` is true if the forward was captured.
+        """
         rows = seen.rows
         before = self._seen.pop(rows, None)
-        if before is not None and before.differing_numbers(seen) is not None:
+        if before is not None and before.differing_numbers(seen, in_graph=True) is not None:
             self._seen.clear()  # numbers change without a change of the size, so other sizes show nothing
-        differences = ((size, earlier.differing_numbers(seen)) for size, earlier in self._seen.items())
+        earlier = self._seen.items()
+        differences = ((size, numbers.differing_numbers(seen, in_graph=in_graph)) for size, numbers in earlier)
         differ = next(((size, *pair) for size, pair in differences if pair is not None), None)
         chosen = next(filter(None, map(seen.differing_choice, self._seen.values())), None)
         self._seen[rows] = seen
@@ -444,6 +464,8 @@ class MemoryObserver(OperatorMode):
                 self.indices.note_fault(facts, args, kwargs)
             self.differentiates = self.differentiates or _grad_enabled()
         result = self.leave(func, args, kwargs)
+        if func in _READS:
+            self.numbers.reads[inside is not None].append(result)
         if self._device is not None:
             self._last = self._device.recorded()
         made = strided_tensors((result,))

@@ -115,7 +115,7 @@ class _CallProof:
         with ReplayProof(self._table, plan.graph, memory, self._generators) as proof:
             proof.callback(plan.inputs.forget_padding)
             _, observer = proof.run_eager(self._run, self._call.batch)
-            number = self._call.binding.learn_numbers(self._table, observer.numbers)
+            number = self._call.binding.learn_numbers(self._table, observer.numbers, in_graph=True)
             unknown = self._ranks.any(
                 f"unknown memory that {self._label} writes",
                 learn_writes(self._owner, self._call, proof, observer, memory),
@@ -261,7 +261,7 @@ class _CallProof:
             effects = proof.effects(call.binding.outputs.cut(leaves, min(rows, plan.rows), rows))
         if rows == plan.padded:
             plan.graph.operators = observer.operators
-        return effects, call.binding.learn_numbers(self._table, observer.numbers)
+        return effects, call.binding.learn_numbers(self._table, observer.numbers, in_graph=True)
 
     def _replay(self, proof: ReplayProof, *, repeat_rows: bool = False) -> Effects:
         """Replay the caller's rows; `repeat_rows` pads by repeating them, except inputs with declared padding."""

@@ -125,7 +125,7 @@ class ObservedRuns:
         """Note the memory that observed runs read and wrote, except `buffers` of the call."""
         for observer in observation.observers:
             call.binding.note_written(observer, inputs.memory)
-            call.binding.learn_numbers(self.manager.table, observer.numbers)
+            call.binding.learn_numbers(self.manager.table, observer.numbers, in_graph=observer.captures)
         host_copies = (arg.leaf for arg in call.layout.args if isinstance(arg, HostArg))
         storages = inputs.storages.union(map(storage_key, (*buffers, *host_copies)))
         self.keep_external(call, observation.observers, storages)

@@ -212,3 +212,34 @@ def test_without_padding_nothing_is_said(device, caplog):
     assert_eager(model, (4, 4, 3, 8, 8, 4), device, torch.float32)
     assert model.graph_stats.replays > 0
     assert not [record for record in caplog.records if "goes into" in record.getMessage()]
+
+
+@sg.eager_break
+def doubled_if_positive(h, x):
+    return h * (2 if x[0, 0].item() > 0 else 1)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_number_that_depends_on_data_is_not_said_to_follow_the_batch_size(device, seed):
+    """The advice must be about the read and the mode: no size and no padding would help."""
+    torch.manual_seed(seed)
+    model = sg.wrap(Computing(lambda m, x: doubled_if_positive(x, x)).to(device).eval(), progress=False)
+    for sign, count in ((1, 3), (-1, 4), (1, 3), (-1, 4), (1, 3), (-1, 4)):
+        x = sign * torch.rand(count, WIDTH, device=device)
+        torch.testing.assert_close(model(x), doubled_if_positive(x, x))
+    assert sg.Reason.PADDING_SHOWS not in model.graph_stats.eager
+    (said,) = {message.partition("\n")[2] for message in model.graph_stats.failures.values()}
+    assert "a tensor was read back to Python" in said
+    assert "set mode='PIECEWISE'" in said
+
+
+@pytest.mark.parametrize("verify", [0, 1])
+def test_a_number_of_the_batch_size_is_found_though_it_is_read_back(device, verify):
+    """A graph holds reads of the module's own memory, also if their value is computed from the batch size."""
+    model: nn.Module = Computing(lambda m, x: x + FAINT * (m.scale * len(x)).item()).to(device).eval()
+    model.register_buffer("scale", torch.tensor(0.5, device=device))
+    served = sg.wrap(model, capture_sizes=[4], verify=verify, progress=False)
+    for count in (4, 4, 4, 3, 3, 3):
+        x = torch.randn(count, WIDTH, device=device)
+        torch.testing.assert_close(served(x), model.forward(x))
+    assert reasons(served).get("padding_shows"), served.graph_report()

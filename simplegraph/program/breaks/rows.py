@@ -67,7 +67,7 @@ class _FollowsOtherwise(Exception):
 
 def _argument_dim(a: int, b: int, one: Argument, other: Argument) -> int | None:
     if (one.geometry is None) is not (other.geometry is None) or not _same_kind(one.kind, other.kind):
-        raise _FollowsOtherwise("is passed a value, an object or memory that follows the number of rows")
+        raise _FollowsOtherwise("is passed another value, object or memory in calls of another batch size")
     if one.geometry is None or other.geometry is None:
         return None
     return _row_dim("is passed", (a, b), one.geometry, other.geometry)
@@ -75,7 +75,7 @@ def _argument_dim(a: int, b: int, one: Argument, other: Argument) -> int | None:
 
 def _result_dim(arguments: Sequence[int | None], a: int, b: int, one: Result, other: Result) -> int | None:
     if one.make is not other.make or not all(map(same_value, one.fixed, other.fixed)):
-        raise _FollowsOtherwise("returns a value or another kind of result that follows the number of rows")
+        raise _FollowsOtherwise("returns another value or kind of result in calls of another batch size")
     if one.make is pass_back:
         index: int = one.fixed[0]
         return arguments[index]
