@@ -131,7 +131,8 @@ class Plan:
             self.addresses = {name: static.view(self.padded).data_ptr() for name, static in inputs.inputs.items()}
         self._prepare_outputs(call, self.program.outputs, self.program.spec)
         if self.program.breaks:
-            self.program.look_after_breaks(functools.partial(call.plain.undo_break_changes, weakref.ref(call.module)))
+            undo = functools.partial(call.plain.undo_break_changes, weakref.ref(call.module), graph.unread_places)
+            self.program.look_after_breaks(undo)
         if self.padding and self.program.breaks:
             call.binding.cut_breaks(self.program, self.padded)
         # An early launch may be for a call that is meant for another graph. So it may write nothing but static inputs

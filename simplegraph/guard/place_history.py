@@ -6,7 +6,7 @@ Much depends on how the code below a call uses a place, which `PlacesInCode` ans
 from __future__ import annotations
 
 import collections
-from collections.abc import Hashable, Mapping, Set
+from collections.abc import Collection, Hashable, Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -182,7 +182,6 @@ class BreakChanges:
         self._set_by_run: dict[Place, Entries] = {}  # the changes of the latest run
         self._set_by_breaks: set[Place] = set()  # places that breaks set, and code in graphs may read
         self._suspensions: dict[Place, int] = {}  # how often these have made calls run eagerly, beyond the first time
-        self._harmless: set[Place] = set()  # places that breaks set, and no code in graphs reads
 
     def __contains__(self, place: Place) -> bool:
         """True if a break set the place, and so made calls run eagerly."""
@@ -192,11 +191,11 @@ class BreakChanges:
         """Note the changes of a run. If no proof follows, each may be one by a break that code in graphs reads."""
         self._set_by_run = changed
         if not self._proves and self._places.code is not None and self._places.code.has_breaks:
-            self.suspend(changed, call)
+            self.suspend(self.read_of(changed, ()), call)
 
-    def suspend(self, changed: Mapping[Place, Entries], call: int) -> None:
-        """Let the next calls run eagerly if code in graphs may read one of these places."""
-        for place in self.read_of(changed):
+    def suspend(self, places: Iterable[Place], call: int) -> None:
+        """Let the next calls run eagerly, since code in graphs may read these places."""
+        for place in places:
             if (
                 place not in self._volatile or place not in self._suspensions
             ):  # new values alone may make calls run eagerly
@@ -205,48 +204,51 @@ class BreakChanges:
             self._volatile[place] = call + quiet
             self._set_by_breaks.add(place)
 
-    def read_of(self, changed: Mapping[Place, Entries]) -> list[Place]:
-        """Return the changed places that code in graphs may read. A tensor that a break leaves is found by captures."""
+    def read_of(self, changed: Mapping[Place, Entries], unread: Collection[Place]) -> list[Place]:
+        """Return the changed places that code in a graph may read, except those that it was shown not to read.
+
+        A tensor that a break leaves is found by captures.
+        """
         read = []
         for place, values in changed.items():
             is_opened = place[1] == CLASS and ABSENT in values[CLASS]  # an object got its first attribute, or lost it
-            if not (is_opened or all(is_of_tensor(now) for _, now in values.values())) and self._may_be_read(place):
+            if not (is_opened or all(is_of_tensor(now) for _, now in values.values())) and self._is_read(place, unread):
                 read.append(place)
         return read
 
-    def note_equal(self, before: dict[Place, Any], guarded: set[Place]) -> bool:
+    def note_equal(self, before: dict[Place, Any], unread: set[Place], guarded: set[Place]) -> bool:
         """Note that a replay of a graph equalled the latest run, eager breaks included.
 
-        Code in graphs does not read what breaks set in two such runs that found different values. If a value is part
+        The graph's code does not read what breaks set in two such runs that found different values. If a value is part
         of the key, all runs of a graph find the same one, and code before the breaks may read it.
 
         Args:
             before: what runs found in the places that they set, if replays of this graph equalled them; added to here.
+            unread: the places that breaks set, and this graph does not read; added to here. Other graphs may read them.
             guarded: the places that are guarded.
 
         Returns:
             True if the next run need not be compared as well.
         """
         found = {place: {key: was for key, (was, _) in values.items()} for place, values in self._set_by_run.items()}
-        may_be_read = {place: values for place, values in found.items() if self._may_be_read(place)}
+        may_be_read = {place: values for place, values in found.items() if self._is_read(place, unread)}
         met = {place for place, values in may_be_read.items() if place in before}
-        self._harmless |= {place for place in met if place in guarded or before[place] != may_be_read[place]}
+        unread |= {place for place in met if place in guarded or before[place] != may_be_read[place]}
         before |= {place: values for place, values in may_be_read.items() if place not in met}
-        return may_be_read.keys() <= self._harmless
+        return may_be_read.keys() <= unread
 
-    def set_by_latest_run(self) -> list[str]:
-        """Name what the latest run set and code in graphs may read."""
-        return [shown_place(place) for place in self._set_by_run if self._may_be_read(place)]
+    def set_by_latest_run(self, unread: Collection[Place]) -> list[str]:
+        """Name what the latest run set and code in a graph may read, except those that it was shown not to read."""
+        return [shown_place(place) for place in self._set_by_run if self._is_read(place, unread)]
 
     def forget(self) -> None:
         """Forget what breaks set so far."""
         self._set_by_breaks.clear()
         self._suspensions.clear()
-        self._harmless.clear()
 
-    def _may_be_read(self, place: Place) -> bool:
+    def _is_read(self, place: Place, unread: Collection[Place]) -> bool:
         computes = self._places.code is not None and self._places.code.computes_names
-        return place not in self._harmless and (computes or self._places.is_named(place))
+        return place not in unread and (computes or self._places.is_named(place))
 
 
 class PlaceHistory:
@@ -319,14 +321,14 @@ class PlaceHistory:
         self.guarded |= unchanged
         return unchanged
 
-    def changed_by_breaks(self, changes: Changes, call: int) -> None:
+    def changed_by_breaks(self, changes: Changes, call: int, unread: Collection[Place] = ()) -> None:
         """Stop guarding places that only eager breaks of a replay change, unless code in graphs may read them.
 
-        The key stays that of the values before.
+        The key stays that of the values before. `unread` are places that code in the graph was shown not to read.
         """
         guarded: Changes = {}
         changed = self._places.by_place(changes)
-        self.breaks.suspend(changed, call)
+        self.breaks.suspend(self.breaks.read_of(changed, unread), call)
         for place, values in changed.items():
             if place in self.guarded or (place not in self.effects and self._places.is_named(place)):
                 guarded |= {(place[0], key): change for key, change in values.items()}

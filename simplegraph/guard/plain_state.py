@@ -158,12 +158,17 @@ class PlainState:
         """Name the containers that runs fill, and whose lengths have changed since the latest run."""
         return {holder.name for holder, length in self._lengths if holder.length() != length}
 
-    def attribute_to_breaks(self, module: Any) -> None:
-        """Attribute changes since the key was read to eager breaks of a replay, and so to the module."""
-        with self._lock:
-            self._note_set_by_break(self._reader.read_changes(module))
+    def attribute_to_breaks(self, module: Any, unread: Collection[Place]) -> None:
+        """Attribute changes since the key was read to eager breaks of a replay, and so to the module.
 
-    def undo_break_changes(self, module: Callable[[], Any], *, is_last: bool) -> SetByBreak | None:
+        `unread` are places that the graph was shown not to read.
+        """
+        with self._lock:
+            self._note_set_by_break(self._reader.read_changes(module), unread)
+
+    def undo_break_changes(
+        self, module: Callable[[], Any], unread: Collection[Place], *, is_last: bool
+    ) -> SetByBreak | None:
         """Attribute changes since the key was read to an eager break of a replay, which has just run.
 
         What later segments may read is set back, so that the call can be finished by a run from its start. Then call
@@ -171,6 +176,7 @@ class PlainState:
 
         Args:
             module: returns the module.
+            unread: places that the graph was shown not to read.
             is_last: True if no other break follows in the replay. Before that, most is looked at, but quickly.
 
         Returns:
@@ -185,8 +191,9 @@ class PlainState:
             before, entries = HolderBefore.all_of(holders), self._reader.entries
             changes = self._reader.read_changes(thing)
             changed = self._places.by_place(changes)
-            read = self._history.breaks.read_of(changed)
-            self._note_set_by_break({place: it for place, it in changes.items() if not is_among(place, {*read})})
+            read = self._history.breaks.read_of(changed, unread)
+            others = {place: it for place, it in changes.items() if not is_among(place, {*read})}
+            self._note_set_by_break(others, unread)
             if not read:
                 return None
             holders = [holder for check in self.value_checks for holder in check.holders]
@@ -210,17 +217,17 @@ class PlainState:
             self._history.breaks.suspend(found.changed, self.calls)  # after its new values were noted
             self.attribute_to_breaks(module)
 
-    def _note_set_by_break(self, changes: Changes) -> None:
-        self._history.changed_by_breaks(changes, self.calls)
+    def _note_set_by_break(self, changes: Changes, unread: Collection[Place] = ()) -> None:
+        self._history.changed_by_breaks(changes, self.calls, unread)
         self._make_key(only_places=self._is_capture_or_proof)
 
-    def note_equal(self, before: dict[Place, Any]) -> bool:
+    def note_equal(self, before: dict[Place, Any], unread: set[Place]) -> bool:
         """Note that a replay equalled the latest run, eager breaks included; see `BreakChanges.note_equal`."""
-        return self._history.breaks.note_equal(before, self._history.guarded)
+        return self._history.breaks.note_equal(before, unread, self._history.guarded)
 
-    def set_by_latest_run(self) -> list[str]:
-        """Name what the latest run set and code in graphs may read."""
-        return self._history.breaks.set_by_latest_run()
+    def set_by_latest_run(self, unread: Collection[Place]) -> list[str]:
+        """Name what the latest run set and code in a graph may read; see `BreakChanges.set_by_latest_run`."""
+        return self._history.breaks.set_by_latest_run(unread)
 
     @contextlib.contextmanager
     def capture_or_proof(self, module: Any, *, breaks: bool) -> Iterator[None]:

@@ -201,6 +201,7 @@ class CapturedGraph:
         uncompared_runs: the number of calls that could not be compared.
         operators: a hash of the operators of an eager run with as many rows as the graph; None before such a run.
         set_by_breaks: what runs found in places of Python that they set, if replays equalled these runs.
+        unread_places: the places among these that the graph does not read, as this showed.
         describe_freed: called before the graph's first proof. It describes a kernel that uses memory freed since the
             capture, and returns None if there is none.
     """
@@ -215,6 +216,7 @@ class CapturedGraph:
     uncompared_runs: int = 0
     operators: int | None = None
     set_by_breaks: dict[Any, Any] = dataclasses.field(default_factory=dict)
+    unread_places: set[Any] = dataclasses.field(default_factory=set)
     describe_freed: Callable[[], str | None] = lambda: None
 
     def verdict(self, rows: int) -> RowVerdict:

@@ -305,12 +305,12 @@ class _CallProof:
             alone = self._ranks.size == 1
             cost = proof.seconds / proof.replay_seconds if alone else _COST_WITH_RANKS
             graph.note_proven(call.batch, first_distance(cost, table.config.verify), per_row_count=alone)
-            if plan.program.breaks and not call.plain.note_equal(graph.set_by_breaks):
+            if plan.program.breaks and not call.plain.note_equal(graph.set_by_breaks, graph.unread_places):
                 graph.compare_again()  # with what the breaks have set now
             return
         text, where, difference = verdict
         remedy = _REMEDY
-        if plan.program.breaks and (names := call.plain.set_by_latest_run()):
+        if plan.program.breaks and (names := call.plain.set_by_latest_run(graph.unread_places)):
             remedy = (
                 f"The call set {quoted(names)}, which it may read. If an eager break did, {IN_BREAK}. Else: {_REMEDY}"
             )

@@ -401,7 +401,7 @@ class GraphRunner:
                             result = plan.replay(leaves, copies)
                         except BaseException:
                             if plan.program.breaks:
-                                calls.plain.attribute_to_breaks(module)
+                                calls.plain.attribute_to_breaks(module, plan.graph.unread_places)
                             raise
                         if plan.calls_to_check_first > 0:
                             plan.note_checked()

@@ -2097,7 +2097,7 @@ MUTANTS = [
     Mutant(
         "graphs go on though an eager break of a replay set what the forward reads",
         "guard/place_history.py",
-        "        self.breaks.suspend(changed, call)\n        for place",
+        "        self.breaks.suspend(self.breaks.read_of(changed, unread), call)\n        for place",
         "        for place",
         ("tests/graph/breaks/test_side_effects.py",),
     ),
@@ -2153,7 +2153,7 @@ MUTANTS = [
     Mutant(
         "what a break sets makes calls run eagerly though replays equalled such runs",
         "serve/call_proof.py",
-        "call.plain.note_equal(graph.set_by_breaks)",
+        "call.plain.note_equal(graph.set_by_breaks, graph.unread_places)",
         "True",
         ("tests/graph/breaks/test_side_effects.py",),
     ),
@@ -2170,5 +2170,12 @@ MUTANTS = [
         "if place in guarded or before[place] != may_be_read[place]}",
         "if True}",
         ("tests/graph/breaks/test_side_effects.py",),
+    ),
+    Mutant(
+        "what one graph does not read, other graphs do not read",
+        "call/plan.py",
+        "graph.unread_places)",
+        'vars(call.plain).setdefault("unread", graph.unread_places))',
+        ("tests/graph/breaks/test_set_at_some_calls.py",),
     ),
 ]

@@ -289,3 +289,46 @@ def test_later_breaks_run_once_with_the_new_number(device: torch.device, number_
     for _ in range(8):
         assert torch.equal(model(small), ((small * 2 + 1) * 2 * 2 * 2 + 2) * 2)
     assert model.graph_stats.replays > replays
+
+
+class Sometimes(nn.Module):
+    """Reads the number that its break sets only if it is told to, if `uses` says so, or for few rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number, self.uses = 1.0, False
+
+    @sg.eager_break
+    def look(self, x: Tensor) -> Tensor:
+        self.number = 2.0 if float(x[0, 0]) > 0 else 1.0
+        return x.clone()
+
+    def forward(self, x: Tensor, *, uses: bool = False) -> Tensor:
+        y = self.look(x + 1)
+        return y * self.number if uses or self.uses or len(x) == 2 else y
+
+
+@pytest.mark.parametrize("by", ["an argument", "an attribute", "the number of rows"])
+def test_what_one_graph_does_not_read_another_may_read(device: torch.device, by: str) -> None:
+    model = piecewise(Sometimes(), device, capture_sizes=[2, 4], padding=False)
+
+    def found(number: float, *, uses: bool) -> Tensor:
+        sg.unwrap(model).uses = uses and by == "an attribute"
+        x = rows(number, device)[: 2 if uses and by == "the number of rows" else 4]
+        result = model(x, uses=True) if uses and by == "an argument" else model(x)
+        assert torch.equal(result, (x + 1) * (number if uses else 1)), (number, uses)
+        return result
+
+    for call in range(40):
+        found(1.0 + call % 2, uses=False)
+    replays = model.graph_stats.replays
+    for call in range(10):
+        found(1.0 + call % 2, uses=False)
+    assert model.graph_stats.replays == replays + 10, "this graph does not read it"
+    replays = model.graph_stats.replays
+    found(1.0, uses=False)
+    for _ in range(8):
+        found(1.0, uses=True)
+    assert model.graph_stats.replays > replays
+    for number in (2.0, 1.0, 2.0):
+        found(number, uses=True)
