@@ -32,6 +32,8 @@ _METHOD_LOADS = frozenset({"LOAD_METHOD", "LOAD_ATTR"})
 _NO_LOADS = frozenset({"LOAD_CLOSURE", "COPY_FREE_VARS", "MAKE_CELL", "CACHE", "PRECALL", "EXTENDED_ARG", "LOAD_CONST"})
 _SETTING = frozenset({"setattr", "__setattr__", "delattr", "vars", "__dict__"})  # by computed names
 _STORES = frozenset({"STORE_ATTR", "DELETE_ATTR", "STORE_GLOBAL", "DELETE_GLOBAL", "STORE_NAME", "STORE_DEREF"})
+_ITEM_STORES = frozenset({"STORE_SUBSCR", "DELETE_SUBSCR"})
+_CHANGING = frozenset({"update", "setdefault", "pop", "popitem", "clear", "move_to_end", "__setitem__", "__delitem__"})
 _COMPUTING = frozenset({"getattr", "vars", "__dict__", "__getattribute__", "attrgetter"})
 _CONTAINERS = "torch.nn.modules.container"
 _MAX_FUNCTIONS = 2_000
@@ -96,6 +98,18 @@ def set_in(code: types.CodeType) -> frozenset[str]:
     return frozenset(own).union(*inner)
 
 
+@functools.lru_cache(maxsize=4096)
+def keys_set_in(code: types.CodeType) -> frozenset[str]:
+    """Return the texts that code may set or remove as keys of dicts, inner functions included."""
+    inner = (keys_set_in(value) for value in code.co_consts if issubclass(type(value), types.CodeType))
+    steps = list(dis.get_instructions(code))
+    set_here = {key.argval for key, step in itertools.pairwise(steps) if step.opname in _ITEM_STORES}
+    keys = {key for key in set_here if issubclass(type(key), str)}
+    if not _CHANGING.isdisjoint(code.co_names):
+        keys.update(_texts_in(code.co_consts))
+    return frozenset(keys).union(*inner)
+
+
 def _is_method(step: dis.Instruction) -> bool:
     """True if an instruction loads an attribute that the next instructions call as a method."""
     flagged = step.opname == "LOAD_ATTR" and _FLAGS_METHODS and bool((step.arg or 0) & 1)
@@ -138,6 +152,7 @@ class CodeBelow:
         functions: further functions that are called, tables of functions, and classes.
         breaks: True to read the code of eager breaks as well.
         called: names of methods that are called.
+        of_breaks: classes and functions to which only eager breaks lead.
 
     Attributes:
         names: names and strings in the code; values: all except names that are only called as methods.
@@ -148,6 +163,7 @@ class CodeBelow:
         has_breaks: True if it leads to eager breaks, whose code is not among it.
         eager_names: names that only eager breaks contain, which run eagerly whenever a graph is replayed. There are
             none if the other code computes names.
+        eager_keys: those of these names that no eager break sets as a key of a dict, through which graphs' code may go.
     """
 
     def __init__(
@@ -157,6 +173,7 @@ class CodeBelow:
         *,
         breaks: bool,
         called: Collection[str] = ("forward",),
+        of_breaks: tuple[Collection[type], Iterable[Any]] = ((), ()),
     ) -> None:
         self._breaks = None if breaks else list[Any]()
         self.names, self.values = set(called), set[str]()
@@ -175,14 +192,20 @@ class CodeBelow:
             self._add(function, 0)
         while self._to_read and len(self._read) < _MAX_FUNCTIONS:
             self._read_code(*self._to_read.popleft())
-        self._eager = CodeBelow(classes, self._breaks, breaks=True) if self._breaks else None
+        self._eager: CodeBelow | None = None
+        further, functions_of_breaks = of_breaks
+        if self._breaks or further:
+            self._eager = CodeBelow([*classes, *further], [*(self._breaks or ()), *functions_of_breaks], breaks=True)
         # Operators of torch's containers are always read, and set children alone: `ModuleList.__setitem__`.
         code = [function.__code__ for function in self.functions if function.__module__ != _CONTAINERS]
         self._sets_any = any(not _SETTING.isdisjoint(names_of(each).all) for each in code)
         self._set = frozenset[str]().union(*map(set_in, code))
         self.has_breaks, self.eager_names = self._eager is not None, set[str]()
+        self.eager_keys = set[str]()
         if self._eager is not None and not self.computes_names:
             self.eager_names = self._eager.names - self.names
+            eager_code = [function.__code__ for function in self._eager.functions]
+            self.eager_keys = self.eager_names.difference(*map(keys_set_in, eager_code))
 
     @property
     def computes_names(self) -> bool:

@@ -11,7 +11,7 @@ import itertools
 import threading
 import types
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Sequence, Sized
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -32,6 +32,7 @@ from simplegraph.base.walk import (
     held_by,
     is_break,
     is_closed,
+    items_of,
     kind_of,
     slots_of,
 )
@@ -118,7 +119,7 @@ def _opens(kind: type) -> Any:
 
 @by_class
 def _opens_captured(kind: type) -> Any:
-    """Return the same, but for modules that are eager breaks: these are not opened."""
+    """Return the same, but for modules that are eager breaks: these are opened last."""
     return None if is_break(kind) else _opens(kind)
 
 
@@ -148,6 +149,7 @@ class _Way:
         hides: True if no survey sees what is below it, as below slots and sets.
         is_unguarded: True if nothing below it is guarded: in objects of this library, or that refer to the module, such
             as a trainer.
+        attribute: the name of the last attribute that leads to it; items of containers have no such name.
     """
 
     name: str
@@ -159,6 +161,7 @@ class _Way:
     is_hidden: bool = False
     hides: bool = False
     is_unguarded: bool = False
+    attribute: Any = ""
 
 
 def _way_to(thing: Any, walk: Walk, ways: dict[int, _Way], starts: dict[int, SearchRoot], *, by_code: bool) -> _Way:
@@ -166,7 +169,8 @@ def _way_to(thing: Any, walk: Walk, ways: dict[int, _Way], starts: dict[int, Sea
     _, above, key, _ = walk.ways[id(thing)]
     if not above:
         start = starts[id(thing)]
-        return _Way(start.name, start.find or _nothing, None if by_code else (), is_hidden=by_code)
+        name = start.name.rpartition(".")[2]
+        return _Way(start.name, start.find or _nothing, None if by_code else (), is_hidden=by_code, attribute=name)
     owner, parent = walk.ways[above][0], ways[above]
     of_torch = issubclass(type(owner), nn.Module) and type(key) is str and key in _OF_TORCH
     is_hidden = by_code or parent.hides
@@ -177,7 +181,8 @@ def _way_to(thing: Any, walk: Walk, ways: dict[int, _Way], starts: dict[int, Sea
         keys = () if issubclass(type(thing), nn.Module) else (*(parent.keys or ()), key)
     is_unguarded = parent.is_unguarded or (type(key) is str and key.startswith(_OURS))
     find = functools.partial(_item, parent.find, base, key)
-    return _Way(name, find, keys, owner, key, of_torch, is_hidden, is_unguarded=is_unguarded)
+    attribute = key if kind_of(type(owner)) is object or parent.of_torch else parent.attribute
+    return _Way(name, find, keys, owner, key, of_torch, is_hidden, is_unguarded=is_unguarded, attribute=attribute)
 
 
 class Holders:
@@ -214,6 +219,7 @@ class Holders:
         self._unhooked = children.get(class_member(type(self._module), "_simplegraph_unhooked"))
         self._classes: dict[type, None] = {}
         self._functions: dict[int, Any] = {}
+        self._of_breaks: tuple[dict[type, None], dict[int, Any]] = {}, {}  # the same of modules that are eager breaks
         self._policy = _POLICY if breaks else _WITHOUT_BREAKS
         self._objects: list[SearchRoot] = []
         if function is not None:
@@ -221,8 +227,9 @@ class Holders:
             thing = function.__self__ if type(function) is types.MethodType else function
             self._objects.append(SearchRoot("self", thing, lambda: thing))
         number_read = -1
-        while number_read != len(self._classes) + len(self._functions):  # objects that code names may have code, too
-            number_read = len(self._classes) + len(self._functions)
+        code: list[Sized] = [self._classes, self._functions, *self._of_breaks]
+        while number_read != sum(map(len, code)):  # objects that code names may have code, too
+            number_read = sum(map(len, code))
             self._find(roots)
         for holder in list(self.all):
             self._read(holder)
@@ -237,10 +244,15 @@ class Holders:
         self.refused = ""
         self._names: set[str] = set()
         self._unguarded: set[str] = set()
+        self._unguarded_keys: set[str] = set()
         self._open(roots, None)
-        self.code = CodeBelow(self._classes, self._functions.values(), breaks=self._breaks)
+        classes, functions = self._of_breaks
+        self.code = CodeBelow(
+            self._classes, self._functions.values(), breaks=self._breaks, of_breaks=(classes, functions.values())
+        )
         self._unguarded |= self.code.eager_names
-        self.all = [holder for holder in self.all if holder.name.rpartition(".")[2] not in self._unguarded]
+        self._unguarded_keys |= self.code.eager_keys
+        self.all = [holder for holder in self.all if holder.attribute not in self._unguarded]
         self._open_code()
 
     def _read(self, holder: ValueHolder) -> None:
@@ -252,9 +264,15 @@ class Holders:
             keys = None if holder.keys is None else (*holder.keys, *path)
             self._read(self._add(ValueHolder(name, value, is_container=True), keys))
 
-    def _add(self, holder: ValueHolder, keys: tuple[Any, ...] | None = None) -> ValueHolder:
-        """Add a holder; `keys` lead from a module to it, and are None if code leads to it."""
-        holder.keys = keys
+    def _add(self, holder: ValueHolder, keys: tuple[Any, ...] | None = None, attribute: Any = "") -> ValueHolder:
+        """Add a holder.
+
+        Args:
+            holder: the holder.
+            keys: they lead from a module to it; None if code leads to it.
+            attribute: the name of the last attribute that leads to it.
+        """
+        holder.keys, holder.attribute = keys, attribute
         while holder.name in self._names:
             holder.name += "'"
         self._names.add(holder.name)
@@ -262,9 +280,12 @@ class Holders:
         self.all.append(holder)
         return holder
 
-    def _open(self, roots: Sequence[SearchRoot], code: CodeBelow | None) -> None:
-        """Add the holders of values below roots. If code is given, only attributes that it names are guarded."""
-        walk = Walk([root.thing for root in roots], self._policy, self.opened)
+    def _open(self, roots: Sequence[SearchRoot], code: CodeBelow | None, *, are_breaks: bool = False) -> None:
+        """Add the holders of values below roots. If code is given, only attributes that it names are guarded.
+
+        Modules that are eager breaks come last: what they lead to alone has no code that graphs hold.
+        """
+        walk = Walk([root.thing for root in roots], _POLICY if are_breaks else self._policy, self.opened)
         starts = {id(original_of(root.thing)): root for root in reversed(roots)}
         things = [(thing, contents) for thing, contents, _ in walk]
         self.opened |= {id(thing) for thing, _ in things}
@@ -284,14 +305,23 @@ class Holders:
                 is_module = issubclass(type(thing), nn.Module)
                 if is_module and not way.is_hidden:
                     self._surveyed.add(id(thing))
-                holder = self._add_object(thing, contents, way, code)
+                holder = self._add_object(thing, contents, way, code, of_break=are_breaks)
                 holder.has_tensors |= way.is_hidden
                 way.find, way.hides = holder.find, holder.has_tensors
                 way.is_unguarded = not is_module and any(it is self._module for it in contents.values())
             elif issubclass(type(thing), tuple):
                 way.hides = way.is_hidden
             elif not way.of_torch or (way.is_hidden and way.key in _OF_HIDDEN):
-                self._add_container(thing, way, code, is_kept=id(thing) in kept)
+                self._add_container(thing, way, code, is_kept=id(thing) in kept, of_break=are_breaks)
+        kinds = set() if self._breaks or are_breaks else {*filter(is_break, walk.kinds)}
+        if kinds:
+            breaks = [
+                SearchRoot(dotted(ways[id(thing)].name, key), item, self._reference(item))
+                for thing, contents in things
+                for key, item in items_of(contents)
+                if type(item) in kinds and not ways[id(thing)].is_unguarded
+            ]
+            self._open(breaks, code, are_breaks=True)
 
     def _add_context(
         self, thing: Any, context: Callable[[Any], dict[str, Any]], way: _Way, code: CodeBelow | None
@@ -305,7 +335,7 @@ class Holders:
         names = code.names if code is not None and context is _in_thread else None
         guards = functools.partial(_is_guarded, names, (self._unguarded,))
         holder = ValueHolder(way.name, find=way.find, guards=guards, is_view=True, has_tensors=True, variable=variable)
-        self._add(holder, way.keys)
+        self._add(holder, way.keys, way.attribute)
 
     def _add_script(self, thing: Any, contents: Any, way: _Way) -> None:
         """Note a TorchScript function or module and the Python functions that it calls; add the holder of a module."""
@@ -313,9 +343,9 @@ class Holders:
         self._functions |= {id(function): function for function in contents.values()}
         if issubclass(type(thing), CompiledModule):
             find = ScriptedValues(self._reference(thing)).read
-            self._add(ValueHolder(way.name, find=find, is_view=True, has_tensors=True), way.keys)
+            self._add(ValueHolder(way.name, find=find, is_view=True, has_tensors=True), way.keys, way.attribute)
 
-    def _add_container(self, thing: Any, way: _Way, code: CodeBelow | None, *, is_kept: bool) -> None:
+    def _add_container(self, thing: Any, way: _Way, code: CodeBelow | None, *, is_kept: bool, of_break: bool) -> None:
         """Add the holder of a container's items, and of its attributes if its class has some."""
         way.hides = way.is_hidden or issubclass(type(thing), set)
         # The mapping behind a view is read each time, since another view may take the place of one.
@@ -324,17 +354,17 @@ class Holders:
             way.name,
             thing if is_kept else None,
             None if is_kept else way.find,
-            functools.partial(_is_guarded, None, (self._unguarded,)),
+            functools.partial(_is_guarded, None, (self._unguarded_keys,)),
             is_container=True,
             has_tensors=way.hides,
         )
-        self._add(holder, way.keys)
+        self._add(holder, way.keys, way.attribute)
         if holder.name in self._closed:
             holder.gone = None  # the items of a closed container are not kept
             way.is_unguarded = True
         attributes = own_dict(thing)  # a subclass of a container may have attributes beside its items
         if type(thing) not in DICTS and attributes is not None and attributes is not thing:
-            self._add_object(thing, {}, way, code)
+            self._add_object(thing, {}, way, code, of_break=of_break)
 
     def _kept(self, things: Sequence[tuple[Any, Any]]) -> set[int]:
         """Return ids of the containers that hold only plain values, and containers of such values."""
@@ -377,27 +407,31 @@ class Holders:
             return self.root
         return make(container=attributes, owner=reference)
 
-    def _add_object(self, thing: Any, contents: Any, way: _Way, code: CodeBelow | None) -> ValueHolder:
-        """Add the holder of an object's attributes, and note the code among them."""
-        self._classes[type(thing)] = None
+    def _add_object(
+        self, thing: Any, contents: Any, way: _Way, code: CodeBelow | None, *, of_break: bool
+    ) -> ValueHolder:
+        """Add the holder of an object's attributes, and note the code among them; `of_break` if only a break has it."""
+        classes, functions = self._of_breaks if of_break else (self._classes, self._functions)
+        classes[type(thing)] = None
         is_module = issubclass(type(thing), nn.Module)
         names = None if code is None or code.computes_names or is_module else code.names
         for key, value in contents.items():
             is_code = type(value) in _LEADING or issubclass(type(value), type)
             if is_code and key not in _OF_TORCH and (names is None or key in names):
-                self._functions[id(value)] = value
+                functions[id(value)] = value
         skipped: Collection[str] = (_OF_TORCH - _OF_HIDDEN if way.is_hidden else _OF_TORCH) if is_module else ()
         if str(type(thing).__module__).partition(".")[0] == "simplegraph":
             skipped = contents.keys()  # attributes of our own modules lead to users' objects, and are no values
         for hooks in map(contents.get, HOOKS) if is_module and thing is not self._unhooked else ():
-            self._functions |= {id(hook): hook for hook in dict.values(hooks or {})}
+            functions |= {id(hook): hook for hook in dict.values(hooks or {})}
         called = (
             {key for key, value in contents.items() if issubclass(type(value), ATOMS)} if names is not None else set()
         )
         if code is not None:  # numbers whose name code has only as the name of a method that it calls
             called -= code.values
         guards = functools.partial(_is_guarded, names, (skipped, called, self._unguarded))
-        return self._add(self._attributes_of(thing, way.name, guards, by_code=code is not None), way.keys)
+        holder = self._attributes_of(thing, way.name, guards, by_code=code is not None)
+        return self._add(holder, way.keys, way.attribute)
 
     def _open_code(self) -> None:
         """Add the holders that code names: classes, globals, variables of closures, and everything below them."""

@@ -158,7 +158,7 @@ class PlainState:
         """Name the containers that runs fill, and whose lengths have changed since the latest run."""
         return {holder.name for holder, length in self._lengths if holder.length() != length}
 
-    def attribute_to_breaks(self, module: Any, unread: Collection[Place]) -> None:
+    def attribute_to_breaks(self, module: Any, unread: Collection[Place] = ()) -> None:
         """Attribute changes since the key was read to eager breaks of a replay, and so to the module.
 
         `unread` are places that the graph was shown not to read.
@@ -302,10 +302,13 @@ class PlainState:
         with self._lock:
             if self._is_unread:
                 self._catch_up(module)
-            self._history.changed_by_others(self._reader.read_changes(module), self.calls)
-            self._history.new_values.guard_again(self.calls)
-            self._reader.close(module, self._history.new_values.containers())
-            self._make_key()
+            for _ in range(2):  # an object may end while the values are read
+                self._history.changed_by_others(self._reader.read_changes(module), self.calls)
+                self._history.new_values.guard_again(self.calls)
+                self._reader.close(module, self._history.new_values.containers())
+                self._make_key()
+                if self.value_checks:
+                    break
             if not self.value_checks:
                 raise CannotBind(Reason.PYTHON_STATE, "what the call reads changes while it is read")
             if self._reader.refused:

@@ -2178,4 +2178,25 @@ MUTANTS = [
         'vars(call.plain).setdefault("unread", graph.unread_places))',
         ("tests/graph/breaks/test_set_at_some_calls.py",),
     ),
+    Mutant(
+        "numbers of a module that is a break are not looked at",
+        "guard/holders.py",
+        "            self._open(breaks, code, are_breaks=True)\n",
+        "            pass\n",
+        ("tests/graph/breaks/test_set_at_some_calls.py",),
+    ),
+    Mutant(
+        "what the code of a module that is a break names alone ends graphs",
+        "guard/holders.py",
+        "self._of_breaks if of_break else (self._classes, self._functions)",
+        "(self._classes, self._functions)",
+        ("tests/graph/breaks/test_set_at_some_calls.py",),
+    ),
+    Mutant(
+        "keys of a dict that only a break names are not looked at",
+        "guard/holders.py",
+        "(_is_guarded, None, (self._unguarded_keys,))",
+        "(_is_guarded, None, (self._unguarded,))",
+        ("tests/graph/breaks/test_set_at_some_calls.py",),
+    ),
 ]

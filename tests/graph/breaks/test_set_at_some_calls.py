@@ -332,3 +332,91 @@ def test_what_one_graph_does_not_read_another_may_read(device: torch.device, by:
     assert model.graph_stats.replays > replays
     for number in (2.0, 1.0, 2.0):
         found(number, uses=True)
+
+
+class Inner(nn.Module):
+    """Is a break as a whole, and counts its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number, self.state, self.count, self.counts = 1.0, SimpleNamespace(number=1.0), 0, {"forward": 0}
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        self.counts["forward"] += 1
+        if x[0, 0] > 1:
+            self.number = self.state.number = 2.0
+        return x.clone()
+
+
+class Outer(nn.Module):
+    """Reads the numbers of the child that is a break."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Inner()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x + 1) * self.inner.number * self.inner.state.number
+
+
+@pytest.mark.parametrize("verify", [0, 1])
+@pytest.mark.parametrize("setter", ["the break", "other code"])
+def test_numbers_of_a_module_that_is_a_break(device: torch.device, setter: str, verify: int) -> None:
+    outer = Outer()
+    assert sg.break_at(outer, "inner") == ["inner"]
+    model = piecewise(outer, device, capture_sizes=[4], verify=verify)
+    x = torch.zeros(4, 4, device=device)
+    for _ in range(40):
+        assert torch.equal(model(x), x + 1)
+    assert model.graph_stats.replays >= 20, "its own counts end no graph"
+    if setter == "the break":
+        x = x + 1
+    else:
+        outer.inner.number = outer.inner.state.number = 2.0
+    for call in range(8):
+        assert torch.equal(model(x), (x + 1) * 4), call
+    assert outer.inner.count == outer.inner.counts["forward"] == 48
+
+
+class Listing(nn.Module):
+    """Goes through a dict in one of these ways; its break alone names a key of it."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.factors = way, {"one": 1.0}
+
+    @sg.eager_break
+    def look(self, x: Tensor) -> Tensor:
+        if float(x[0, 0]) > 0:
+            self.factors["other"] = 3.0
+        return x.clone()
+
+    def one_or(self, one: float, **others: float) -> float:
+        return one + sum(others.values())
+
+    def read(self) -> float:
+        if self.way == "its values":
+            return sum(self.factors.values())
+        if self.way == "its length":
+            return float(len(self.factors))
+        if self.way == "its items":
+            return max(number for _, number in self.factors.items())
+        return self.one_or(**self.factors)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.look(x + 1) * self.read()
+
+
+@pytest.mark.parametrize("verify", [0, 1])
+@pytest.mark.parametrize("way", ["its values", "its length", "its items", "as arguments"])
+def test_a_key_that_only_a_break_names(device: torch.device, way: str, verify: int) -> None:
+    model = piecewise(Listing(way), device, capture_sizes=[4], verify=verify)
+    for _ in range(10):
+        assert torch.equal(model(rows(1.0, device)), rows(1.0, device) + 1)
+    assert model.graph_stats.replays
+    for _ in range(8):
+        x = rows(2.0, device)
+        found = model(x)
+        assert torch.equal(found, (x + 1) * sg.unwrap(model).read())
+    assert "other" in sg.unwrap(model).factors
