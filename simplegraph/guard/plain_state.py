@@ -166,9 +166,7 @@ class PlainState:
         with self._lock:
             self._note_set_by_break(self._reader.read_changes(module), unread)
 
-    def undo_break_changes(
-        self, module: Callable[[], Any], unread: Collection[Place], *, is_last: bool
-    ) -> SetByBreak | None:
+    def undo_break_changes(self, module: Callable[[], Any], unread: Collection[Place]) -> SetByBreak | None:
         """Attribute changes since the key was read to an eager break of a replay, which has just run.
 
         What later segments may read is set back, so that the call can be finished by a run from its start. Then call
@@ -177,14 +175,13 @@ class PlainState:
         Args:
             module: returns the module.
             unread: places that the graph was shown not to read.
-            is_last: True if no other break follows in the replay. Before that, most is looked at, but quickly.
 
         Returns:
             What was set back; None if the replay may go on.
         """
         thing = module()
         for check in self.value_checks[:1]:
-            if check.holds(own_dict(thing) or {}, is_brief=not is_last):
+            if check.holds(own_dict(thing) or {}):
                 return None
         with self._lock:
             holders = [holder for check in self.value_checks for holder in check.holders]

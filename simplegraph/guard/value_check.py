@@ -446,7 +446,7 @@ class _VersionedDicts:
         classes: the classes of these children and objects.
         shown: the dicts of these children and objects.
         shown_ids: the ids of these dicts.
-        kept: the other dicts; all: both.
+        kept: the other dicts.
         owners: for each object that does not show its `__dict__`: a function that returns it, its `__dict__`, and its
             class.
         holders: the holders of all dicts, in the order in which their versions are read.
@@ -471,7 +471,6 @@ class _VersionedDicts:
         ]
         kept = [holder for holder in divided.by_version if holder not in shown]
         self.kept = [holder.container for holder in kept]
-        self.all = [*self.shown, *self.kept]
         self.holders = [*showing, *kept]
         self.indices: dict[ValueHolder, list[int]] = {}
         for at, holder in enumerate(self.holders):
@@ -541,13 +540,8 @@ class ValueCheck:
         self._own_version: Any = root.state.version if root is not None and root not in checked else None
         self._families = _Families(root, holders) if versions.dict_version is None else None
 
-    def holds(self, attributes: dict[str, Any], *, is_brief: bool = False) -> bool:
-        """True if no value changed. It sets only `moment`, so it needs no lock.
-
-        Args:
-            attributes: the module's own.
-            is_brief: True does not look if an object or a child got another `__dict__` or class, or a module a child.
-        """
+    def holds(self, attributes: dict[str, Any]) -> bool:
+        """True if no value changed; `attributes` are the module's own. It sets only `moment`, so it needs no lock."""
         version: Any = versions.dict_version
         clock, moment = versions.clock if version is not None else None, None
         try:
@@ -564,9 +558,7 @@ class ValueCheck:
             # Dicts, and the objects that have them.
             dicts = self._dicts
             versioned = dicts.kept
-            if is_brief:
-                versioned = dicts.all
-            elif dicts.classes:
+            if dicts.classes:
                 objects = [owner() for owner in dicts.objects]
                 parents = [attributes, *dicts.parents] if dicts.is_parent else dicts.parents
                 referents = gc.get_referents(*gc.get_referents(*map(_children, parents)), *objects)
@@ -579,7 +571,7 @@ class ValueCheck:
                     versioned = [*referents[::2], *versioned]  # no two dicts ever have the same version
             if not is_quiet and versioned and list(map(version, versioned)) != self._versions:
                 return False
-            for owner, container, kind in dicts.owners if not is_brief else ():
+            for owner, container, kind in dicts.owners:
                 thing = owner()
                 if type(thing) is not kind or own_dict(thing) is not container:
                     return False

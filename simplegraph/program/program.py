@@ -124,9 +124,9 @@ class Program:
                 step.cut(rows)
 
     def look_after_breaks(self, find_changes: Callable[..., Any]) -> None:
-        """Call this after each break of a replay, and tell it if the break `is_last`; see `Break`."""
+        """Call this after each break of a replay; see `Break`."""
         for step in self.breaks:
-            step.find_changes = functools.partial(find_changes, is_last=step is self.breaks[-1])
+            step.find_changes = find_changes
 
     @functools.cached_property
     def lent(self) -> LentOutputs:

@@ -2199,4 +2199,11 @@ MUTANTS = [
         "(_is_guarded, None, (self._unguarded,))",
         ("tests/graph/breaks/test_set_at_some_calls.py",),
     ),
+    Mutant(
+        "what a break set is looked at only after the last break",
+        "program/program.py",
+        "        for step in self.breaks:\n            step.find_changes",
+        "        for step in self.breaks[-1:]:\n            step.find_changes",
+        ("tests/graph/breaks/test_set_at_some_calls.py",),
+    ),
 ]

@@ -420,3 +420,56 @@ def test_a_key_that_only_a_break_names(device: torch.device, way: str, verify: i
         found = model(x)
         assert torch.equal(found, (x + 1) * sg.unwrap(model).read())
     assert "other" in sg.unwrap(model).factors
+
+
+class Replacing(Several):
+    """Has a break before others that replaces the `__dict__` or the class of an object, or a child."""
+
+    class One:
+        factor = 1.0
+
+    class Two(One):
+        factor = 2.0
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.state, self.child = way, Replacing.One(), nn.Identity()
+        self.child.number = 1.0
+
+    @sg.eager_break
+    def second(self, x: Tensor) -> Tensor:
+        Calls.breaks += 1
+        if float(x[0, 0]) > 5 and self.way == "its __dict__":
+            self.child.__dict__ = {**vars(self.child), "number": 2.0}
+        elif float(x[0, 0]) > 5 and self.way == "its class":
+            self.state.__class__ = Replacing.Two
+        elif float(x[0, 0]) > 5:
+            self.child = nn.Identity()
+            self.child.number = 2.0
+        return x * 2
+
+    def read(self) -> float:
+        return self.child.number * self.state.factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.second(self.first(x))
+        return self.third(y * self.read()) * self.read()
+
+
+@pytest.mark.parametrize("way", ["its __dict__", "its class", "a child"])
+def test_no_later_break_runs_on_what_was_replaced(device: torch.device, way: str) -> None:
+    model = piecewise(Replacing(way), device, capture_sizes=[4], verify=1)
+    x = torch.ones(4, 4, device=device)
+    for _ in range(8):
+        assert torch.equal(model(x), (x + 1) * 2 + 1)
+    replays, calls = model.graph_stats.replays, Calls.breaks
+    assert replays
+    x = x * 9
+    try:
+        found = model(x)
+    except BreakError:  # the earlier one is not known any more
+        assert Calls.breaks == calls + 2, "the third break did not run"
+    else:
+        assert torch.equal(found, ((x + 1) * 2 * 2 + 1) * 2)
+        assert Calls.breaks == calls + 3
+    assert sg.unwrap(model).read() == 2.0
