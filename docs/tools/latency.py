@@ -10,8 +10,7 @@ from docs.tools import optimized
 from docs.tools.grids import grid
 from docs.tools.raw import load
 
-FILE, EARLIER = "h200_latency", "h200_latency_6e56cc7"
-TAIL = "h200_tail"
+FILE, EARLIER = "h200_latency", ("h200_latency_84c6bcf", "h200_latency_6e56cc7")
 MODELS = {"ten layers": "ten linear layers"} | optimized.MODELS
 MODELS |= {"llama 24": "Llama, 24 layers", "decoder 2": "a decoder of 2 layers", "8b step": "a decode step of 8 B"}
 ARMS = {
@@ -34,8 +33,8 @@ def rows(file: str | None = None) -> dict[str, dict[str, Any]]:
 
 
 def all_runs() -> list[tuple[str, dict[str, Any]]]:
-    """List the figures of every model in every run, the earlier one too, whose host had a faster Python."""
-    return [pair for file in (FILE, EARLIER) for pair in rows(file).items()]
+    """List the figures of every model in every run, the earlier ones too, whose hosts had other Pythons."""
+    return [pair for file in (FILE, *EARLIER) for pair in rows(file).items()]
 
 
 def waited() -> str:
@@ -47,18 +46,6 @@ def back_to_back() -> str:
     """Return a table of calls back to back, and one of guards."""
     found = rows()
     return _by_arm("back to back, us a call", ROW, found) + "\n\n" + _guards(found)
-
-
-def tail() -> str:
-    """Return the table of the slowest of many calls that are waited for, with proofs and without."""
-    lines = []
-    for name, row in rows(TAIL).items():
-        arms = row["arms"]
-        cells = (" / ".join(f"{arms[arm][key] / 1000:.2f}" for key in _QUANTILES) for arm in _TAILS)
-        lines.append([name, *cells, str(arms["simplegraph"]["proofs"])])
-    calls = {arm["calls"] for row in rows(TAIL).values() for arm in row["arms"].values()}
-    head = f"ms of {min(calls):,} calls, waited for: median / 99 % / slowest"
-    return grid([head, *_TAILS.values(), "later proofs"], lines)
 
 
 def _by_arm(title: str, figure: str, found: dict[str, Any]) -> str:
@@ -82,6 +69,4 @@ def _guards(found: dict[str, Any]) -> str:
     return grid(["guards, us", "dicts", "tensors", "of a waited call", "goal", *_PARTS.values()], lines)
 
 
-_QUANTILES = ("p50_us", "p99_us", "max_us")
-_TAILS = {"eager": "eager", "simplegraph": "**simplegraph**", "verify=0": "`verify=0`"}
 _PARTS = {"moved_us": "what is read of the module, alone", "settings_us": "settings of torch, alone"}

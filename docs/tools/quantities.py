@@ -27,9 +27,8 @@ QUANTITIES: dict[str, tuple[str, ...]] = {
     "the longest call": ("headline/model_calls",),
     "the host's time of a call of whole models": (
         *("h200_model_calls_881db13", "h200_model_calls"),
-        *("h200_latency_6e56cc7", "h200_latency"),
+        *("h200_latency_6e56cc7", "h200_latency_84c6bcf", "h200_latency"),
     ),
-    "the slowest of many calls": ("h200_tail",),
     "the host's time of a tiny call": ("h200_host_overhead",),
     "memory of training graphs": ("h200_training_shapes", "headline/training_memory"),
     "training steps": ("h200_training",),

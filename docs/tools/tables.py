@@ -568,7 +568,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "model-calls": _model_calls,
     "latency": latency.waited,
     "latency-back-to-back": latency.back_to_back,
-    "latency-tail": latency.tail,
     "training-memory": _training_memory,
     "startup-preloaded": _preloaded,
     "mixed": _mixed,

@@ -79,15 +79,22 @@ def test_the_attention_kernel_that_is_asked_for_runs(device):
     assert model.graph_stats.captures == 3
 
 
+class Around:
+    def __init__(self, value):
+        self.value = value
+
+
 class Buried(nn.Module):
-    """Reads a tensor more containers deep than calls look."""
+    """Reads a tensor more objects deep than calls look."""
 
     def __init__(self, device):
         super().__init__()
-        self.deep = [[[[[torch.randn(WIDTH, WIDTH, device=device)]]]]]
+        self.deep = Around(torch.randn(WIDTH, WIDTH, device=device))
+        for _ in range(4):
+            self.deep = Around(self.deep)
 
     def forward(self, x):
-        return x @ self.deep[0][0][0][0][0]
+        return x @ self.deep.value.value.value.value.value
 
 
 @pytest.mark.parametrize("is_kept", [True, False])
@@ -95,8 +102,9 @@ def test_a_tensor_deeper_than_calls_look_is_read_while_it_lives_and_its_end_is_n
     module = Buried(device)
     x = torch.randn(8, WIDTH, device=device)
     model = replayed(module, x)
-    kept, before = module.deep[0][0][0][0][0] if is_kept else None, model(x)
-    module.deep[0][0][0][0][0] = torch.randn(WIDTH, WIDTH, device=device)
+    innermost = module.deep.value.value.value.value
+    kept, before = innermost.value if is_kept else None, model(x)
+    innermost.value = torch.randn(WIDTH, WIDTH, device=device)
     gc.collect()
     junk = [torch.full((WIDTH, WIDTH), float("nan"), device=device) for _ in range(64)]
     torch.testing.assert_close(model(x), module(x) if kept is None else before)

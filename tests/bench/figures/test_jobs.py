@@ -33,7 +33,13 @@ PAST = {
 }
 
 # The same command at another commit or on another card.
-EARLIER = {"h200_model_calls_881db13", "h200_compilers_84c6bcf", "h200_latency_6e56cc7", "h100_sleep"}
+EARLIER = {
+    "h200_model_calls_881db13",
+    "h200_compilers_84c6bcf",
+    "h200_latency_6e56cc7",
+    "h200_latency_84c6bcf",
+    "h100_sleep",
+}
 EARLIER |= {f"h200x4_models/models_{key}" for key in ranges.EARLY}  # and the one before it
 
 
