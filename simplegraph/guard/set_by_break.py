@@ -149,10 +149,36 @@ class _Undoing:
             place = (name, key) if above is None else self._place_of_holder(above)
             where = self._where(place[0])
             is_list = isinstance(held_by(where), tuple)
-            place = (place[0], ALL) if is_list else place
-            if place not in done:
-                done.add(place)
+            is_mapping = above is None and self._has_other_keys(name, where)
+            place = (place[0], ALL) if is_list or is_mapping else place
+            if place in done:
+                continue
+            done.add(place)
+            if is_mapping:
+                yield self._mapping(name, where)
+            else:
                 yield self._items(name if above is None else place[0], where) if is_list else self._entry(*place, where)
+
+    def _has_other_keys(self, name: str, where: Any) -> bool:
+        """True if a dict got or lost keys: then the order of all of them is put back, too."""
+        if not issubclass(type(where), dict):
+            return False
+        old, present = (entries.get(name, {}) for entries in self._entries)
+        return list(old) != list(present) and {_key_of(key) for key in held_by(where)} == present.keys() - {CLASS}
+
+    def _mapping(self, name: str, where: Any) -> _Edit:
+        """Return the edit of a dict as a whole."""
+        now, (old, present) = held_by(where), (entries[name] for entries in self._entries)
+        keys = {_key_of(key): key for key in now}
+        earlier = {}
+        for key, entry in old.items():
+            if key == CLASS:
+                continue
+            at = keys.get(key, key if type(key) is str else ABSENT)
+            at = self._plain(name, key) if at is ABSENT else at
+            is_there = key in keys and present.get(key) == entry and not self._is_replaced(place_name((name, key)))
+            earlier[at] = now[at] if is_there else self._earlier(name, key, entry)
+        return functools.partial(_fill, where, earlier), functools.partial(_fill, where, dict(now))
 
     def _is_replaced(self, name: str) -> bool:
         """True if the holder of this name is of another container or object than before."""
@@ -228,6 +254,14 @@ def _names_above(name: str) -> Iterator[str]:
     """Yield the names of all that leads to a holder, the outermost first, and its own."""
     parts = name.split(".")
     return (".".join(parts[:count]) for count in range(1, len(parts) + 1))
+
+
+def _fill(mapping: dict[Any, Any], contents: Mapping[Any, Any]) -> None:
+    """Let a dict have these contents, in this order."""
+    for key in [*held_by(mapping)]:
+        put(mapping, key, ABSENT)
+    for key, value in contents.items():
+        put(mapping, key, value)
 
 
 def _put(place: Any, key: Any, value: Any) -> None:

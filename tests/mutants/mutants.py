@@ -1864,6 +1864,13 @@ MUTANTS = [
         ("tests/module/test_aliased_state.py",),
     ),
     Mutant(
+        "keys that a break removed are put back behind the others",
+        "guard/set_by_break.py",
+        "is_mapping = above is None and self._has_other_keys(name, where)",
+        "is_mapping = False",
+        ("tests/graph/breaks/test_set_at_some_calls.py",),
+    ),
+    Mutant(
         "indices that are constants are not looked at before they are padded",
         "serve/call_proof.py",
         "(indices.may_fault or plan.padded in indices.computed_sizes)",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -473,3 +474,42 @@ def test_no_later_break_runs_on_what_was_replaced(device: torch.device, way: str
         assert torch.equal(found, ((x + 1) * 2 * 2 + 1) * 2)
         assert Calls.breaks == calls + 3
     assert sg.unwrap(model).read() == 2.0
+
+
+def sum_by_place(values: dict[Any, float]) -> float:
+    return sum(value * place for place, value in enumerate(values.values(), 1))
+
+
+# What a break does to a dict at some calls; the forward reads it before the break and after it, in its order.
+CHANGED_KEYS: dict[str, Callable[[dict[Any, float]], object]] = {
+    "the first is gone": lambda d: d.pop(1),
+    "the last is gone": lambda d: d.pop("b"),
+    "another one comes": lambda d: d.update(c=5.0),
+    "one goes, another one comes": lambda d: (d.pop(1), d.update(c=5.0)),
+    "other values in another order": lambda d: (d.clear(), d.update({"b": 7.0, 1: 3.0})),
+}
+
+
+@pytest.mark.parametrize("way", CHANGED_KEYS)
+def test_keys_that_come_and_go_are_put_back_in_their_order(device: torch.device, way: str) -> None:
+    class Keyed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.found: dict[Any, float] = {1: 1.0, "b": 2.0}
+
+        @sg.eager_break
+        def look(self, x: Tensor) -> Tensor:
+            if float(x[0, 0]) > 0:
+                CHANGED_KEYS[way](self.found)
+            return x.clone()
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = x * sum_by_place(self.found)
+            return self.look(x + 1) * sum_by_place(self.found) + y
+
+    model, eager = piecewise(Keyed(), device, capture_sizes=[4]), Keyed()
+    for number in (*[1.0] * 12, 2.0):
+        x = rows(number, device)
+        assert torch.equal(model(x), eager(x))
+    assert model.graph_stats.replays
+    assert [*sg.unwrap(model).found.items()] == [*eager.found.items()]
