@@ -2155,7 +2155,7 @@ MUTANTS = [
         "guard/place_history.py",
         "        if not self._proves and self._places.code is not None",
         "        if False and self._places.code is not None",
-        ("tests/graph/breaks/test_side_effects.py",),
+        ("tests/graph/breaks/test_set_at_some_calls.py",),
     ),
     Mutant(
         "what a break sets makes calls run eagerly though replays equalled such runs",

@@ -513,3 +513,23 @@ def test_keys_that_come_and_go_are_put_back_in_their_order(device: torch.device,
         assert torch.equal(model(x), eager(x))
     assert model.graph_stats.replays
     assert [*sg.unwrap(model).found.items()] == [*eager.found.items()]
+
+
+def test_without_proofs_a_break_that_sets_what_is_read_makes_calls_run_eagerly(device: torch.device) -> None:
+    """A call that draws random numbers could not be finished."""
+
+    class Drawing(nn.Module):
+        number = 1.0
+
+        @sg.eager_break
+        def look(self, x: Tensor) -> Tensor:
+            self.number = 2.0 if float(x[0, 0]) > 0 else 1.0
+            return x.clone()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.look(x + torch.rand_like(x) * 0) * self.number
+
+    model, eager = piecewise(Drawing(), device, capture_sizes=[4], verify=0), Drawing()
+    for call in range(12):
+        x = rows(1.0 + (call + 1) % 2, device)
+        assert torch.equal(model(x), eager(x))
