@@ -2102,13 +2102,6 @@ MUTANTS = [
         ("tests/module/test_set_by_threads.py",),
     ),
     Mutant(
-        "graphs go on though an eager break of a replay set what the forward reads",
-        "guard/place_history.py",
-        "        self.breaks.suspend(self.breaks.read_of(changed, unread), call)\n        for place",
-        "        for place",
-        ("tests/graph/breaks/test_side_effects.py",),
-    ),
-    Mutant(
         "a padded graph is replayed though padding rows count indices up beyond a table",
         "serve/call_proof.py",
         "            if mismatch is not None:\n                return mismatch\n            first = again()",
