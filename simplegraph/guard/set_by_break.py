@@ -47,7 +47,7 @@ def _identity(holder: ValueHolder) -> Any:
 
 @dataclasses.dataclass(eq=False)
 class SetByBreak:
-    """What a break set.
+    """Holds what a break set, to undo it and to set it again.
 
     Attributes:
         changed: the changed places that later segments may read, as `PlacesInCode.by_place` groups them.
