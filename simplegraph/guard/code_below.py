@@ -27,6 +27,24 @@ _NOT_CALLED = frozenset(
         *("reduce", "getstate", "setstate", "copy", "deepcopy"),
     )
 )
+# The methods that operators, statements and built-in functions call.
+OPERATORS = frozenset(
+    f"__{name}__"
+    for name in (
+        *("call", "getattr", "getattribute", "get", "set", "enter", "exit", "instancecheck", "torch_function"),
+        *("getitem", "setitem", "delitem", "missing", "contains", "len", "iter", "next", "reversed", "hash", "format"),
+        *("bool", "index", "int", "float", "complex", "abs", "neg", "pos", "invert", "round", "trunc", "floor", "ceil"),
+        *("eq", "ne", "lt", "le", "gt", "ge"),
+        *(
+            f"{prefix}{operation}"
+            for prefix in ("", "r", "i")
+            for operation in (
+                *("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "divmod", "pow"),
+                *("lshift", "rshift", "and", "or", "xor"),
+            )
+        ),
+    )
+)
 _FILLING = frozenset({"append", "appendleft", "extend", "add", "update"})
 _METHOD_LOADS = frozenset({"LOAD_METHOD", "LOAD_ATTR"})
 _NO_LOADS = frozenset({"LOAD_CLOSURE", "COPY_FREE_VARS", "MAKE_CELL", "CACHE", "PRECALL", "EXTENDED_ARG", "LOAD_CONST"})

@@ -36,7 +36,7 @@ from simplegraph.base.walk import (
     kind_of,
     slots_of,
 )
-from simplegraph.guard.code_below import CodeBelow, is_packaged
+from simplegraph.guard.code_below import OPERATORS, CodeBelow, is_packaged
 from simplegraph.guard.links import HOOKS, REGISTRIES
 from simplegraph.guard.scripted import ScriptedValues, python_below
 from simplegraph.guard.value_check import ValueHolder
@@ -489,8 +489,10 @@ def _is_guarded(names: Collection[str] | None, skipped: Sequence[Collection[str]
 
 
 def _is_named(names: Collection[str] | None, key: Any) -> bool:
-    """True for attributes of classes that code names, except double-underscore names."""
-    return (names is None or key in names) and not (key.startswith("__") and key.endswith("__"))
+    """True for attributes of classes that code names, and for methods that operators call."""
+    if key.startswith("__") and key.endswith("__"):
+        return key in OPERATORS
+    return names is None or key in names
 
 
 def _item(find: Callable[[], Any], base: Any, key: Any) -> Any:

@@ -45,6 +45,7 @@ _is_inference_mode = torch.is_inference_mode_enabled  # looked up once
 _is_same = operator.methodcaller("is_same")
 _is_released = operator.methodcaller("is_released")
 _tensor_of = operator.attrgetter("tensor")
+_called = operator.attrgetter("__call__", "forward")  # the methods of a module's class that a call enters
 _grad = operator.attrgetter("grad")
 _DICTS = itertools.repeat("__dict__")
 _requires_grad = operator.attrgetter("requires_grad")
@@ -296,7 +297,7 @@ class Reading:
         self._hooks_before = [registry.copy() for registry in self._hooks]  # of their class, which may count the order
         self._empty_hooks = [registry for registry in hooks if not registry]  # read only after one was registered
         self._classes = list({type(module): None for module in modules if not issubclass(type(module), ScriptModule)})
-        self._forwards = [kind.forward for kind in self._classes]
+        self._methods = list(map(_called, self._classes))
         self._owned, self._watched = owned, watched
         # What is read: one item, which is cleared once a submodule is gone.
         entries, leading, to_values = split_links(modules, links)
@@ -474,7 +475,7 @@ class Reading:
                 return False
             if self._watched and not all(map(_is_same, self._watched)):
                 return False
-            if [kind.forward for kind in self._classes] != self._forwards:
+            if list(map(_called, self._classes)) != self._methods:
                 return False
             if not is_quiet and self._registry_versions is not None:
                 self._moment = moment

@@ -287,7 +287,7 @@ _WITH_OPTIMIZERS = Policy(_kind_with_optimizers, depth=DEPTH)
 def code_of(module: nn.Module) -> Iterator[Any]:
     """Yield the other state that a call of the module depends on: mode, hooks, functions, settings of layers."""
     kind = type(module)
-    yield from (kind, class_member(kind, "forward"), module.training)
+    yield from (kind, class_member(kind, "forward"), module.training, class_member(kind, "__call__"))
     backward: tuple[Any, ...] = (module._backward_pre_hooks, module._backward_hooks)
     for hooks in (module._forward_pre_hooks, module._forward_hooks, *backward):
         for item in hooks.items():

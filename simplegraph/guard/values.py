@@ -39,6 +39,7 @@ HEAP_TYPE = 1 << 9  # a flag of classes that Python made at run time, not C
 CompiledModule: Any = torch._C.ScriptModule  # the class of a TorchScript module's object in C++
 SCRIPTS = (CompiledModule, torch.jit.ScriptFunction)
 _MAX_BYTES = 4096  # of the largest array whose values are guarded; a call compares one in about a microsecond
+_OF_FUNCTIONS = frozenset({property, classmethod})  # descriptors that nothing but their functions determines
 _DIRECT = frozenset({type(None), bool, int, str, bytes})
 _DIRECT |= {torch.dtype, torch.device, torch.layout, torch.memory_format}
 # Classes of immutable values that their text determines.
@@ -77,9 +78,14 @@ def identity_key(value: Any) -> Hashable:
     """Return a key that is equal for the same object only.
 
     For tensors the id is enough: graphs keep the tensors that they read alive. A weak reference would keep torch from
-    swapping a tensor.
+    swapping a tensor. A property, which supports no weak reference, is the same as long as its functions are.
     """
-    return (Tensor, id(value)) if issubclass(type(value), Tensor) else SameObject(replaced(value))
+    if issubclass(type(value), Tensor):
+        return Tensor, id(value)
+    if type(value) in _OF_FUNCTIONS:
+        functions = (getattr(value, name, None) for name in ("fget", "fset", "fdel", "__func__"))
+        return PARTS, type(value), tuple(map(SameObject, functions))
+    return SameObject(replaced(value))
 
 
 def _nobody() -> None:
