@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import bisect
 import collections
-import dataclasses
 import functools
 import operator
-from collections.abc import Collection, Hashable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -30,47 +30,117 @@ from simplegraph.serve.call_proof import first_distance
 _COST = 100.0  # the assumed time of a comparison, in calls
 _COMPARED = 2  # padded calls of a kind, with different lengths, that are compared before a call is served
 _TRIED = 8  # sizes that must be predicted correctly before predictions count
-MAX_KINDS = 256  # of calls
+_MAX_KINDS = 256  # of calls
 _MAX_LENGTHS, _MAX_STRIDE, _MAX_COUNTED = 512, 4096, 1 << 16
 
 
-def wrong_since(served: int) -> str:
-    """Return the end of a refusal: the number of calls since padding had no effect."""
-    return f"; it did not {served:,} calls ago, and answers since then may be wrong"
+class PaddedOutputs:
+    """Cuts the outputs of padded calls of one kind, as comparisons with calls that are not padded show: base class.
 
-
-class LengthProofs:
-    """Decides when a padded call is compared with eager: the first of each captured length, and later ones at times.
+    The first call of each captured length is compared, and later ones at times. Calls have `padded`, the captured
+    length, and `said`, which describes the padding.
 
     Args:
         verify: the setting; with 0, later calls are not compared.
+
+    Attributes:
+        refusal: why such calls cannot be padded; None if they can.
     """
 
     def __init__(self, verify: int) -> None:
         self._first = first_distance(_COST, verify) if verify else 0
-        self._calls_until_proof: dict[Hashable, int] = {}  # by kind of call and captured length
-        self._distance: dict[Hashable, int] = {}  # calls between the last comparison and the next; it doubles
+        self._calls_until_proof: dict[int, int] = {}  # by captured length
+        self._distance: dict[int, int] = {}  # calls between the last comparison and the next; it doubles
+        self.refusal: CannotBind | None = None
 
-    def due(self, calls: Hashable) -> bool:
-        """Count a call; True if it must be compared."""
-        if not self._first or calls not in self._calls_until_proof:
-            return self._first > 0
-        self._calls_until_proof[calls] -= 1
-        return self._calls_until_proof[calls] < 0
+    def sizes(self, call: Any) -> dict[tuple[int, int], int] | None:
+        """Return the sizes that padding changes, by output and dimension; None if they are not known."""
+        raise NotImplementedError
 
-    def compared(self, calls: Hashable) -> int:
-        """Note that a call was compared; return the number of its kind that were served since the last comparison."""
-        before = self._distance.get(calls, 0)
-        self._calls_until_proof[calls] = self._distance[calls] = 2 * before or self._first
-        return before
+    def why_compared(self, call: Any) -> Reason | None:
+        """Count a call; return why it must be compared, or None if it can be served padded.
+
+        Raises:
+            CannotBind: padding changes the results of such calls.
+        """
+        if self.refusal is not None:
+            raise self.refusal.again()
+        if self.sizes(call) is None:
+            return Reason.FIRST_CALL
+        if self._first:
+            self._calls_until_proof[call.padded] = self._calls_until_proof.get(call.padded, 0) - 1
+        return Reason.PROOF if self._calls_until_proof.get(call.padded, 0) < 0 else None
+
+    def compare(self, call: Any, rehearsed: Callable[[], RunEffects], observed: Callable[[], RunEffects]) -> Any:
+        """Rehearse a padded call, run it without padding, and learn from both; return the latter's outputs.
+
+        Args:
+            call: the call.
+            rehearsed: runs it padded, and undoes the effects.
+            observed: runs it as it is.
+        """
+        try:
+            padded_run = rehearsed()
+        except Exception as error:
+            run, problem = observed(), f"it fails with {type(error).__name__}: {error}"
+            refusal: CannotBind | None = CannotBind(Reason.LENGTH_PADDING, f"{call.said}, {problem}")
+        else:
+            run = observed()
+            refusal = self._learn(call, run, padded_run)
+        served = self._distance.get(call.padded, 0)
+        self._calls_until_proof[call.padded] = self._distance[call.padded] = 2 * served or self._first
+        if refusal is not None and served:
+            refusal.detail += f"; it did not {served:,} calls ago, and answers since then may be wrong"
+        self.refusal = refusal
+        return run.outputs
+
+    def _learn(self, call: Any, run: RunEffects, padded_run: RunEffects) -> CannotBind | None:
+        """Learn from a call's outputs and effects; return why such calls cannot be padded."""
+        opaque = unreturnable(run.leaves)
+        if opaque is not None:
+            return CannotBind(Reason.UNSUPPORTED_OUTPUT, opaque)
+        other = "the structure of the outputs changes" if run.spec != padded_run.spec else None
+        problem = other or self._difference(call, run, padded_run)
+        return None if problem is None else CannotBind(Reason.LENGTH_PADDING, f"{call.said}, {problem}")
+
+    def _difference(self, call: Any, run: RunEffects, padded_run: RunEffects) -> str | None:
+        """Learn from a call's outputs and effects; describe a change by padding that no cut undoes."""
+        raise NotImplementedError
+
+
+_Outputs = TypeVar("_Outputs", bound=PaddedOutputs)
+
+
+class CapturedLengths(Generic[_Outputs]):
+    """Finds the captured length that holds a call, and how the outputs of such calls are cut.
+
+    Args:
+        lengths: the captured lengths.
+        new_outputs: makes a `PaddedOutputs` for a new kind of calls.
+    """
+
+    def __init__(self, lengths: Sequence[int], new_outputs: Callable[[], _Outputs]) -> None:
+        self.lengths, self._new_outputs = sorted(lengths), new_outputs
+        self._longest = 0  # length that came and that no captured one holds
+        self._kinds: dict[Hashable, _Outputs] = {}
+
+    def holding(self, length: int) -> int:
+        """Return the smallest captured length that holds a length. Raises CannotBind."""
+        at = bisect.bisect_left(self.lengths, length)
+        if at == len(self.lengths):
+            self._longest = max(self._longest, length)
+            said = f"the largest is {self.lengths[-1]}: add {self._longest} to lengths"
+            raise CannotBind(Reason.LENGTH_TOO_LARGE, said)
+        return self.lengths[at]
+
+    def outputs(self, kind: Hashable) -> _Outputs:
+        """Return what is known of the outputs of such calls."""
+        if kind not in self._kinds and len(self._kinds) >= _MAX_KINDS:
+            self._kinds.clear()
+        return self._kinds.setdefault(kind, self._new_outputs())
 
 
 Lengths = tuple[int, ...]  # of a call, by the names of its lengths
-
-
-def said_of(lengths: Lengths, padded: int) -> str:
-    """Describe the padding of a call: its lengths, and the captured length."""
-    return f"from {' and '.join(map(str, lengths))} to {padded}"
 
 
 class SizeRule:
@@ -122,18 +192,11 @@ def _fitting(length: int, seen: Collection[int], sizes: Mapping[int, int]) -> in
     return fitting.pop() if fitting else None
 
 
-class OutputLengths:
-    """Cuts the outputs of padded calls of one kind to the sizes that the caller's length gives.
-
-    Args:
-        verify: the setting.
-
-    Attributes:
-        proofs: tell when calls padded to a length are compared.
-    """
+class OutputLengths(PaddedOutputs):
+    """Cuts the outputs of padded calls of one kind to the sizes that the caller's length gives."""
 
     def __init__(self, verify: int) -> None:
-        self.proofs = LengthProofs(verify)
+        super().__init__(verify)
         # By output and dimension, for each of the lengths that it may follow.
         self._sizes: dict[tuple[int, int], list[SizeRule]] = {}
         self._grown: set[tuple[int, int]] = set()  # those that padding changed
@@ -142,22 +205,13 @@ class OutputLengths:
         self._sizes_at: dict[Lengths, dict[tuple[int, int], int]] = {}
         self._compared: set[Lengths] = set()
         self._least: dict[int, Lengths] = {}  # by captured length, the least ones that were compared with it
-        self._refusal: CannotBind | None = None
 
-    def check(self) -> None:
-        """Raise CannotBind if padding changes the results of such calls."""
-        if self._refusal is not None:
-            raise self._refusal.again()
-
-    def refuse(self, why: str) -> None:
-        """Run such calls without padding from now on."""
-        self._refusal = self._refusal or CannotBind(Reason.LENGTH_PADDING, why)
-
-    def sizes(self, lengths: Lengths, padded: int) -> dict[tuple[int, int], int] | None:
+    def sizes(self, call: PaddedCall) -> dict[tuple[int, int], int] | None:
         """Return the sizes that padding changes, by output and dimension; None if they are not known.
 
         A dimension that did not grow from a shorter length to the captured one does not grow from this length, either.
         """
+        lengths, padded = call.lengths, call.padded
         compared = len(self._compared) >= _COMPARED or lengths in self._compared
         if not compared or padded not in self._least or any(map(operator.lt, lengths, self._least[padded])):
             return None
@@ -177,13 +231,8 @@ class OutputLengths:
         predictions = {rule.predict(length) for rule, length in rules if len(rules) == 1 or rule.fits}
         return predictions.pop() if len(predictions) == 1 else None
 
-    def learn(self, lengths: Lengths, padded: int, run: RunEffects, padded_run: RunEffects) -> None:
-        """Learn from the outputs and the effects of a call, without and with padding."""
-        leaves, others, said = run.leaves, padded_run.leaves, said_of(lengths, padded)
-        refusal = unlike_outputs(run, padded_run, said)
-        if refusal is not None:
-            self._refusal = refusal
-            return
+    def _difference(self, call: PaddedCall, run: RunEffects, padded_run: RunEffects) -> str | None:
+        leaves, others, lengths, padded = run.leaves, padded_run.leaves, call.lengths, call.padded
         for index, (leaf, other) in enumerate(zip(leaves, others, strict=True)):
             self._grown |= {(index, dim) for dim in grown_dims(leaf, other)}
             for seen, output in ((lengths, leaf), ([padded] * len(lengths), other)):
@@ -194,32 +243,29 @@ class OutputLengths:
         self._sizes_at.clear()
         self._least[padded] = tuple(map(min, lengths, self._least.get(padded, lengths)))
         problem = first_difference(cut_outputs(others, {at: leaves[at[0]].shape[at[1]] for at in self._grown}), leaves)
-        served = self.proofs.compared(padded)
-        if problem is not None and served:
-            problem += wrong_since(served)
         otherwise = padded_run.differing_tensors(run)
         problem = problem or next((f"{name}, which it sets, differs" for name in otherwise & self._otherwise), None)
         self._otherwise |= otherwise
         if padded_run.done_flags and self._done_flags:
             problem = problem or f"it sets {', '.join(sorted(padded_run.done_flags)[:5])}, as it did before"
         self._done_flags |= padded_run.done_flags
-        if problem is not None:
-            self._refusal = CannotBind(Reason.LENGTH_PADDING, f"{said}, {problem}")
         if not otherwise and not padded_run.done_flags:  # a single time may be a cache that grew, or the very first run
             self._compared.add(lengths)
+        return problem or call.unlike_in(run.outputs) or unlike_effects(run, padded_run, chooses=call.declares_values)
 
 
 class PaddedCall:
-    """A call: its leaves, its rows, its lengths, and the captured length (0 if there is none).
+    """A call: its leaves, its rows, its lengths, and the captured length.
 
     Args:
         arguments: the positional and the keyword arguments.
         leaves, names, spec: the leaves of the call, their names, and their structure.
         config: the settings, with the dimensions that are lengths, and their padding.
         reader: finds the batch size.
+        holding: returns the captured length that holds a length.
 
     Raises:
-        CannotBind: it has no length, several of one name, or no rows.
+        CannotBind: it has no length, several of one name, one that no captured length holds, or no rows.
     """
 
     def __init__(
@@ -230,6 +276,7 @@ class PaddedCall:
         spec: TreeSpec,
         config: CudaGraphConfig,
         reader: CallReader,
+        holding: Callable[[int], int],
     ) -> None:
         self.arguments, self.leaves, self.spec = arguments, leaves, spec
         self._containers = containers(arguments)
@@ -250,11 +297,12 @@ class PaddedCall:
             raise CannotBind(Reason.BATCH_MISMATCH, said or given)
         self.lengths = tuple(by_name.values())
         self.length = max(self.lengths)
-        self.padded = next((length for length in config.lengths or () if length >= self.length), 0)
         device = device_of(leaves)
         on_device = (at for at, leaf in enumerate(leaves) if issubclass(type(leaf), Tensor) and leaf.device == device)
         anchor, batch_dim = reader.anchor(leaves, names, list(on_device))
         self.rows = leaves[anchor].shape[batch_dim]
+        self.padded = holding(self.length)
+        self._writes = False  # to an argument that has the length
 
     @property
     def kind(self) -> Hashable:
@@ -268,6 +316,11 @@ class PaddedCall:
         return self.spec, tuple(map(repr, plain)), tuple(tensors)
 
     @property
+    def said(self) -> str:
+        """Describe the padding: the lengths, and the captured length."""
+        return f"from {' and '.join(map(str, self.lengths))} to {self.padded}"
+
+    @property
     def declares_values(self) -> bool:
         """True if `pad_values` pads the length of a floating argument, such as by a value that is never picked."""
         pads = ((self.leaves[index], pad) for index, pad in self._pads.items())
@@ -278,8 +331,19 @@ class PaddedCall:
         length = self.dims[index] % leaf.dim() if index in self.dims and self.lengths[1:] == () else -1
         return tuple(size == 1 and dim != length for dim, size in enumerate(leaf.shape))
 
+    def rehearse(self, module: Any, device: torch.device) -> RunEffects:
+        """Run a module on the padded call, and undo the effects."""
+        args, kwargs = self.at(self.padded)
+        padded = flatten((args, kwargs))[0]
+        run = rehearse(module, functools.partial(invoke, module, args, kwargs), padded, device)
+        again = flatten(self.at(self.padded))[0]
+        self._writes = any(leaf_difference(run.arguments[at], again[at], tolerance=EXACT) for at in self.dims)
+        return run
+
     def unlike_in(self, outputs: Any) -> str | None:
-        """Describe a change or a return of an argument's container, of which padded calls have copies; None if none."""
+        """Describe a change or a return of an argument, of which padded calls have copies; None if there is none."""
+        if self._writes:
+            return "it writes to an argument that has the length"
         leaves, spec = flatten(self.arguments)
         if spec != self.spec or any(map(operator.is_not, leaves, self.leaves)):
             return "it sets items of an argument"
@@ -296,13 +360,11 @@ class PaddedCall:
             if more < 0:
                 leaves[index] = leaf.narrow(dim, 0, length).clone()  # without gaps, as calls of that length have it
             elif more:
-                pads = [0, 0] * (leaf.dim() - 1 - dim % leaf.dim()) + [0, more]
-                leaves[index] = F.pad(leaf, pads, value=pad if isinstance(pad, (int, float)) else 0)
+                leaves[index] = padded_leaf(leaf, dim, more, pad if isinstance(pad, (int, float)) else 0)
         args, kwargs = self.spec.unflatten(leaves)
         return args, kwargs
 
 
-@dataclasses.dataclass(eq=False)
 class LengthBuckets:
     """Pads calls of one module to captured lengths.
 
@@ -314,10 +376,10 @@ class LengthBuckets:
         config: the settings, with the lengths and their dimensions.
     """
 
-    config: CudaGraphConfig
-    _rules: dict[Hashable, OutputLengths] = dataclasses.field(default_factory=dict)
-    _reader: CallReader | None = None
-    _longest: int = 0  # length that came and that no captured one holds
+    def __init__(self, config: CudaGraphConfig) -> None:
+        self.config = config
+        self._captured = CapturedLengths(config.lengths or (), functools.partial(OutputLengths, config.verify))
+        self._reader: CallReader | None = None
 
     def call(self, server: Any, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Serve a call."""
@@ -330,16 +392,15 @@ class LengthBuckets:
             if set(call.lengths) == {call.padded}:
                 _count(server.stats.lengths, call)
                 return server.call(module, args, kwargs)
-            rule = self._rule((server.python_state(module), call.kind))
-            rule.check()
+            rule = self._captured.outputs((server.python_state(module), call.kind))
+            why = rule.why_compared(call)
         except CannotBind as error:
             return server.run_eagerly(module, args, kwargs, error.reason, error.detail)
-        sizes = rule.sizes(call.lengths, call.padded)
-        if sizes is None or rule.proofs.due(call.padded):
-            return self._learn(server, rule, call, module, Reason.FIRST_CALL if sizes is None else Reason.PROOF)
+        if why is not None:
+            return self._compare(server, rule, call, module, why)
         _count(server.stats.lengths, call)
         leaves, spec = flatten(server.call(module, *call.at(call.padded)))
-        return spec.unflatten(cut_outputs(leaves, sizes, dense=self.config.outputs == "clone"))
+        return spec.unflatten(cut_outputs(leaves, rule.sizes(call) or {}, dense=self.config.outputs == "clone"))
 
     def capture_all(
         self, server: Any, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], **how: bool
@@ -352,7 +413,7 @@ class LengthBuckets:
         return added(
             {
                 f"length {length}": server.capture_all(module, *call.at(length), **how)
-                for length in reversed(self.config.lengths or ())
+                for length in reversed(self._captured.lengths)
             }
         )
 
@@ -360,42 +421,20 @@ class LengthBuckets:
         if self._reader is None:
             self._reader = CallReader(module.forward, self.config, argument_rules(module))
         self._reader.use(module.forward)
-        call = PaddedCall((args, kwargs), *self._reader.leaves(args, kwargs), self.config, self._reader)
-        if not call.padded:
-            self._longest = max(self._longest, call.length)
-            largest = (self.config.lengths or ())[-1]
-            raise CannotBind(Reason.LENGTH_TOO_LARGE, f"the largest is {largest}: add {self._longest} to lengths")
-        return call
+        leaves = self._reader.leaves(args, kwargs)
+        return PaddedCall((args, kwargs), *leaves, self.config, self._reader, self._captured.holding)
 
-    def _rule(self, kind: Hashable) -> OutputLengths:
-        if kind not in self._rules and len(self._rules) >= MAX_KINDS:
-            self._rules.clear()
-        return self._rules.setdefault(kind, OutputLengths(self.config.verify))
-
-    def _learn(self, server: Any, rule: OutputLengths, call: PaddedCall, module: Any, why: Reason) -> Any:
+    def _compare(self, server: Any, rule: OutputLengths, call: PaddedCall, module: Any, why: Reason) -> Any:
         """Run a call eagerly without padding, and compare it with its padded form."""
-        device, at = server.device_for(module, call.leaves), call.at(call.padded)
-        said = said_of(call.lengths, call.padded)
+        device = server.device_for(module, call.leaves)
         server.stats.name = module._get_name()
         server.stats.ran_eagerly(why, size=call.rows)
-        try:
-            padded = rehearse(module, functools.partial(invoke, module, *at), flatten(at)[0], device)
-        except Exception as error:
-            rule.refuse(f"{said}, it fails with {type(error).__name__}: {error}")
+
+        def observed() -> RunEffects:
             with server.running(module):
-                return invoke(module, *call.arguments)
-        again = flatten(call.at(call.padded))[0]
-        written = [
-            index for index in call.dims if leaf_difference(padded.arguments[index], again[index], tolerance=EXACT)
-        ]
-        with server.running(module):
-            run = observe_run(module, functools.partial(invoke, module, *call.arguments), device)
-        rule.learn(call.lengths, call.padded, run, padded)
-        problem = "it writes to an argument that has the length" if written else call.unlike_in(run.outputs)
-        problem = problem or unlike_effects(run, padded, chooses=call.declares_values)
-        if problem is not None:
-            rule.refuse(f"{said}, {problem}")
-        return run.outputs
+                return observe_run(module, functools.partial(invoke, module, *call.arguments), device)
+
+        return rule.compare(call, functools.partial(call.rehearse, module, device), observed)
 
 
 def _count(lengths: collections.Counter[tuple[int, int]], call: PaddedCall) -> None:
@@ -404,16 +443,6 @@ def _count(lengths: collections.Counter[tuple[int, int]], call: PaddedCall) -> N
 
 def _declared(declared: Mapping[str, Any], name: str) -> Any:
     return next((declared[prefix] for prefix in prefixes(name) if prefix in declared), None)
-
-
-def unlike_outputs(run: RunEffects, padded_run: RunEffects, changed: str) -> CannotBind | None:
-    """Return why the outputs of a call cannot be compared with those of its padded form; None if they can."""
-    opaque = unreturnable(run.leaves)
-    if opaque is not None:
-        return CannotBind(Reason.UNSUPPORTED_OUTPUT, opaque)
-    if run.spec != padded_run.spec:
-        return CannotBind(Reason.LENGTH_PADDING, f"{changed}, the structure of the outputs changes")
-    return None
 
 
 def unlike_effects(run: RunEffects, padded_run: RunEffects, *, chooses: bool = False) -> str | None:
@@ -428,6 +457,11 @@ def unlike_effects(run: RunEffects, padded_run: RunEffects, *, chooses: bool = F
     if chosen is not None:
         return f"{chosen.described} {'picks from' if chosen.made else 'sorts'} the whole length, its padding too"
     return None if all(map(torch.equal, padded_run.drawn, run.drawn)) else "it draws more random numbers"
+
+
+def padded_leaf(leaf: Tensor, dim: int, more: int, value: float = 0) -> Tensor:
+    """Pad a dimension of a tensor at its end with `more` values."""
+    return F.pad(leaf, [0, 0] * (leaf.dim() - 1 - dim % leaf.dim()) + [0, more], value=value)
 
 
 def grown_dims(leaf: Any, other: Any) -> Sequence[int]:

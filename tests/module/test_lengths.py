@@ -14,6 +14,7 @@ import simplegraph as sg
 from simplegraph import Reason
 from simplegraph.device import saved_state
 from simplegraph.integrations.lengths import SizeRule
+from simplegraph.integrations.rehearsal import RunEffects, observe_run
 from tests.module.answers import reasons
 
 pytestmark = [pytest.mark.usefixtures("no_grad"), pytest.mark.proofs]
@@ -373,9 +374,13 @@ def test_a_rehearsal_is_undone_on_the_device_of_the_weights_where_inputs_are_on_
         rehearsed.append(args[-1])
         raise RuntimeError("there is no such device here")
 
+    def observe(module: nn.Module, run: Any, _: torch.device) -> RunEffects:
+        return observe_run(module, run, torch.device("cpu"))
+
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr("simplegraph.serve.runner.device_of_state", lambda module: gpu)
     monkeypatch.setattr("simplegraph.integrations.lengths.rehearse", rehearse)
+    monkeypatch.setattr("simplegraph.integrations.lengths.observe_run", observe)
     model = sg.wrap(nn.Linear(4, 4).eval(), length_dims={"input": 1}, lengths=[8], capture_sizes=[2], progress=False)
     assert model(torch.randn(2, 5, 4)).shape == (2, 5, 4)
     assert rehearsed == [gpu]

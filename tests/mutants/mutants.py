@@ -654,8 +654,8 @@ MUTANTS = [
     Mutant(
         "the padded run beside an encoder's call stays",
         "integrations/transformers/encoding.py",
-        "rehearse(self.model, step, flatten(call.inputs)[0], self.model.device)",
-        "observe_run(self.model, step, self.model.device)",
+        "functools.partial(rehearse, self.model, step, flatten(call.inputs)[0], self.model.device)",
+        "functools.partial(observe_run, self.model, step, self.model.device)",
         ("tests/integrations/transformers/test_encoding.py",),
     ),
     Mutant(

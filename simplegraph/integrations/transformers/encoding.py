@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import functools
 import inspect
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
@@ -10,7 +9,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from simplegraph.base.errors import ConfigError
@@ -19,14 +17,13 @@ from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.batch.sizes import default_sizes
 from simplegraph.device.protocol import GraphPool
 from simplegraph.integrations.lengths import (
-    MAX_KINDS,
-    LengthProofs,
+    CapturedLengths,
+    PaddedOutputs,
     added,
     cut_outputs,
     grown_dims,
+    padded_leaf,
     unlike_effects,
-    unlike_outputs,
-    wrong_since,
 )
 from simplegraph.integrations.rehearsal import RunEffects, observe_run, rehearse
 from simplegraph.integrations.transformers.graphed_model import GraphedModel, ModelStep, check_counts, named
@@ -60,15 +57,10 @@ class GraphedEncoder(GraphedModel):
     """
 
     def __init__(self, model: Any, step: Any, *, lengths: Sequence[int], max_batch_size: int) -> None:
-        self._lengths, self._max_batch_size = sorted(lengths), max_batch_size
+        new_outputs = functools.partial(TokenOutputs, step._graph_runner.config.verify)
+        self._captured, self._max_batch_size = CapturedLengths(lengths, new_outputs), max_batch_size
         self._signature = inspect.signature(type(model).forward)
-        self._rules: dict[Hashable, LengthRule] = {}
-        self._proofs = LengthProofs(step._graph_runner.config.verify)
-        self._refused: set[tuple[Hashable, int]] = (
-            set()
-        )  # kinds and lengths that get unpadded graphs when they come again
         self._keeps_masks = getattr(model.config, "_attn_implementation", None) != "sdpa"
-        self._longest = 0  # length that came and that no captured one holds
         super().__init__(model, step, {"forward": self._forward})
 
     def capture(
@@ -96,20 +88,21 @@ class GraphedEncoder(GraphedModel):
             ConfigError: a size or length is no whole number of at least 1.
         """
         if sizes is not None or lengths is not None:
-            lengths = self._lengths if lengths is None else sorted(lengths)
+            lengths = self._captured.lengths if lengths is None else sorted(lengths)
             check_counts("lengths", lengths)
             self._step.configure_graphs(
                 max_signatures=_SIGNATURES * len(lengths), **({} if sizes is None else {"capture_sizes": sizes})
             )
-            self._lengths, self._max_batch_size = lengths, max(sizes or [self._max_batch_size])
+            self._captured.lengths, self._max_batch_size = lengths, max(sizes or [self._max_batch_size])
         if inputs is None:
             inputs = _ROW_INPUTS[: 3 if getattr(self.model.config, "type_vocab_size", 0) > 1 else 2]
         summaries = {}
         with torch.no_grad():
             self._check_state()
-            for length in (self._lengths[-1], self._lengths[-1] - 1):  # to learn when a mask matters, and the cuts
+            longest = self._captured.lengths[-1]
+            for length in (longest, longest - 1):  # to learn when a mask matters, and the cuts
                 self._learn(self._example(length, inputs))
-            for length in reversed(self._lengths):
+            for length in reversed(self._captured.lengths):
                 example = self._example(length, {*inputs, "attention_mask"})
                 summaries[f"{length} tokens"] = self._step.capture_graphs(**example)
                 if "attention_mask" not in inputs or not self._keeps_masks:
@@ -120,10 +113,12 @@ class GraphedEncoder(GraphedModel):
     def _learn(self, example: dict[str, Tensor]) -> None:
         """Compare a made-up call, unpadded and padded, unless such a call was compared; nothing of it stays."""
         call = self._read(example)
-        if call.key is not None and call.key not in self._rules:
+        if call.key is None:
+            return
+        rule = self._captured.outputs(call.key)
+        if rule.refusal is None and rule.sizes(call) is None:
             run, leaves = functools.partial(self._step.run_model, **example), flatten(example)[0]
-            rehearsal = functools.partial(rehearse, self.model, run, leaves, self.model.device)
-            self._keep(call, self._compare(call, rehearsal)[1])
+            self._compare(rule, call, functools.partial(rehearse, self.model, run, leaves, self.model.device))
 
     def _example(self, length: int, inputs: Collection[str]) -> dict[str, Tensor]:
         """Make up a batch of the largest size; nothing of it is padding."""
@@ -158,20 +153,17 @@ class GraphedEncoder(GraphedModel):
         call = self._read(given)
         if call.key is None:
             return self._step(**call.inputs)
-        rule = self._rules.get(call.key)
-        if rule is None or (rule.refusal is None and self._proofs.due((call.key, call.padded))):
-            self.stats.ran_eagerly(Reason.FIRST_CALL if rule is None else Reason.PROOF, size=call.rows)
+        rule = self._captured.outputs(call.key)
+        if rule.refusal is not None and rule.refusal.reason is Reason.LENGTH_PADDING:
+            rule.unpadded.add(call.length)
+        why = rule.why_compared(call)
+        if why is not None:
+            self.stats.ran_eagerly(why, size=call.rows)
             observe = functools.partial(observe_run, self.model, functools.partial(forward, **given), self.model.device)
             with self._step._graph_runner.running(self._step):
-                outputs, rule = self._compare(call, observe)
-            self._keep(call, rule.after(self._proofs.compared((call.key, call.padded))))
-            return outputs
-        if rule.refusal is not None:
-            if rule.refusal.reason is Reason.LENGTH_PADDING:
-                self._refused.add((call.key, call.length))
-            raise rule.refusal.again()
+                return self._compare(rule, call, observe)
         leaves, spec = flatten(self._step(**call.inputs))
-        return spec.unflatten(cut_outputs(leaves, dict.fromkeys(rule.grown, call.length)))
+        return spec.unflatten(cut_outputs(leaves, rule.sizes(call) or {}))
 
     def _read(self, given: dict[str, Any]) -> PaddedTokens:
         """Read and pad a call.
@@ -185,14 +177,11 @@ class GraphedEncoder(GraphedModel):
             raise CannotBind(
                 Reason.BATCH_TOO_LARGE, f"{size}: raise max_batch_size, or capture_sizes where given", rows
             )
-        if length > self._lengths[-1]:
-            self._longest = max(self._longest, length)
-            said = f"the largest is {self._lengths[-1]}: add {self._longest} to lengths"
-            raise CannotBind(Reason.LENGTH_TOO_LARGE, said)
+        padded = self._captured.holding(length)
         state = self._step._graph_runner.python_state(self._step)
         values = state, tuple(sorted((name, repr(value)) for name, value in flags.items()))
-        whole = ((tuple(inputs), False, values), length) in self._refused
-        padded = length if whole else self._lengths[bisect.bisect_left(self._lengths, length)]
+        if padded > length and length in self._captured.outputs((tuple(inputs), False, values)).unpadded:
+            padded = length
         mask = inputs.get("attention_mask")
         if mask is not None and mask.shape != (rows, length):  # not a mask of tokens
             mask = None
@@ -204,28 +193,13 @@ class GraphedEncoder(GraphedModel):
         key = (tuple(inputs), unmasked, values) if unmasked or padded > length else None
         return PaddedTokens(full | flags, rows, length, padded, key, unmasked, None if mask is None else mask.bool())
 
-    def _compare(self, call: PaddedTokens, observe: Callable[[], RunEffects]) -> tuple[Any, LengthRule]:
-        """Rehearse a padded call, and run it unpadded; return the result, and the rule that cuts padded outputs to it.
-
-        Args:
-            call: the call.
-            observe: runs it as it is.
-        """
+    def _compare(self, rule: TokenOutputs, call: PaddedTokens, observe: Callable[[], RunEffects]) -> Any:
+        """Rehearse a padded call, and run it unpadded; return the latter's outputs."""
         step = functools.partial(self._step.run_model, **call.inputs)
-        try:
-            padded_run = rehearse(self.model, step, flatten(call.inputs)[0], self.model.device)
-        except Exception as error:
-            return observe().outputs, call.refused(f"it fails with {type(error).__name__}: {error}")
-        run = observe()
-        return run.outputs, call.rule(run, padded_run)
-
-    def _keep(self, call: PaddedTokens, rule: LengthRule) -> None:
-        if len(self._rules) >= MAX_KINDS:
-            self._rules.clear()
-            self._refused.clear()
-            self._proofs = LengthProofs(self._step._graph_runner.config.verify)
-        self._rules[call.key] = rule
+        rehearsed = functools.partial(rehearse, self.model, step, flatten(call.inputs)[0], self.model.device)
+        outputs = rule.compare(call, rehearsed, observe)
         self._keeps_masks |= call.unmasked and rule.refusal is not None
+        return outputs
 
 
 def graph_encoder(
@@ -347,29 +321,9 @@ def _pad_inputs(inputs: dict[str, Tensor], rows: int, length: int, padded: int, 
     if "attention_mask" not in inputs:
         inputs = inputs | {"attention_mask": torch.ones(rows, length, dtype=torch.int64, device=first.device)}
     return {
-        name: F.pad(
-            value, [0] * (2 * value.dim() - 3) + [padded - length], value=pad_token if name == "input_ids" else 0
-        )
+        name: padded_leaf(value, 1, padded - length, pad_token if name == "input_ids" else 0)
         for name, value in inputs.items()
     }
-
-
-class LengthRule(NamedTuple):
-    """Cuts a model's padded outputs to a length, by a rule that the outputs of one call show.
-
-    Attributes:
-        grown: the dimensions that grow with the length, by output.
-        refusal: a change by padding that no cut undoes, so that such calls cannot be padded; None if there is none.
-    """
-
-    grown: Sequence[tuple[int, int]] = ()
-    refusal: CannotBind | None = None
-
-    def after(self, served: int) -> LengthRule:
-        """Say in a refusal how many calls were served before it was found."""
-        if self.refusal is None or not served:
-            return self
-        return self._replace(refusal=CannotBind(self.refusal.reason, self.refusal.detail + wrong_since(served)))
 
 
 class PaddedTokens(NamedTuple):
@@ -392,30 +346,41 @@ class PaddedTokens(NamedTuple):
     unmasked: bool
     visible: Tensor | None
 
-    def rule(self, run: RunEffects, padded_run: RunEffects) -> LengthRule:
-        """Derive the rule from the effects of one call, unpadded and padded, or without its mask."""
-        refusal = unlike_outputs(run, padded_run, self._changed)
-        if refusal is not None:
-            return LengthRule(refusal=refusal)
+    @property
+    def said(self) -> str:
+        """Describe what differs from the caller's own call."""
+        return f"from {self.length} to {self.padded} tokens" if self.padded > self.length else "without the mask"
+
+
+class TokenOutputs(PaddedOutputs):
+    """Cuts the outputs of padded calls of one kind to the call's length in tokens.
+
+    Args:
+        verify: the setting.
+
+    Attributes:
+        unpadded: refused lengths that get graphs without padding when they come again.
+    """
+
+    def __init__(self, verify: int) -> None:
+        super().__init__(verify)
+        self.unpadded = set[int]()
+        self._grown: list[tuple[int, int]] | None = None  # the dimensions that grow with the length, by output
+
+    def sizes(self, call: PaddedTokens) -> dict[tuple[int, int], int] | None:
+        """Return the sizes that padding changes, by output and dimension; None before a comparison."""
+        return None if self._grown is None else dict.fromkeys(self._grown, call.length)
+
+    def _difference(self, call: PaddedTokens, run: RunEffects, padded_run: RunEffects) -> str | None:
         pairs = zip(run.leaves, padded_run.leaves, strict=True)
-        grown, problem = [(index, dim) for index, pair in enumerate(pairs) for dim in grown_dims(*pair)], None
+        self._grown = grown = [(index, dim) for index, pair in enumerate(pairs) for dim in grown_dims(*pair)]
         for index, dim in grown:
             leaf, other = run.leaves[index], padded_run.leaves[index]
-            if (leaf.shape[dim], other.shape[dim]) != (self.length, self.padded):
-                problem = f"an output of shape {tuple(leaf.shape)} has shape {tuple(other.shape)}"
-        if problem is None:
-            cut = cut_outputs(padded_run.leaves, dict.fromkeys(grown, self.length))
-            compared = (_without_hidden(self.visible, leaves, grown) for leaves in (cut, run.leaves))
-            problem = first_difference(*compared) or unlike_effects(run, padded_run)
-        return LengthRule(grown) if problem is None else self.refused(problem)
-
-    def refused(self, why: str) -> LengthRule:
-        """Refuse to pad such calls."""
-        return LengthRule(refusal=CannotBind(Reason.LENGTH_PADDING, f"{self._changed}, {why}"))
-
-    @property
-    def _changed(self) -> str:
-        return f"from {self.length} to {self.padded} tokens" if self.padded > self.length else "without the mask"
+            if (leaf.shape[dim], other.shape[dim]) != (call.length, call.padded):
+                return f"an output of shape {tuple(leaf.shape)} has shape {tuple(other.shape)}"
+        cut = cut_outputs(padded_run.leaves, dict.fromkeys(grown, call.length))
+        compared = (_without_hidden(call.visible, leaves, grown) for leaves in (cut, run.leaves))
+        return first_difference(*compared) or unlike_effects(run, padded_run)
 
 
 def _without_hidden(visible: Tensor | None, leaves: Sequence[Any], grown: Sequence[tuple[int, int]]) -> list[Any]:
