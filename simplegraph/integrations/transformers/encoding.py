@@ -373,7 +373,10 @@ class TokenOutputs(PaddedOutputs):
 
     def _difference(self, call: PaddedTokens, run: RunEffects, padded_run: RunEffects) -> str | None:
         pairs = zip(run.leaves, padded_run.leaves, strict=True)
-        self._grown = grown = [(index, dim) for index, pair in enumerate(pairs) for dim in grown_dims(*pair)]
+        grown = [(index, dim) for index, pair in enumerate(pairs) for dim in grown_dims(*pair)]
+        if self._grown not in (None, grown):
+            return "other dimensions of the outputs grow than from other lengths"
+        self._grown = grown
         for index, dim in grown:
             leaf, other = run.leaves[index], padded_run.leaves[index]
             if (leaf.shape[dim], other.shape[dim]) != (call.length, call.padded):

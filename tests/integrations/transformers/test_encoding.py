@@ -363,6 +363,21 @@ def test_outputs_that_are_pooled_along_the_length_are_not_cut(device: torch.devi
         assert "an output of shape (4, 5, 32) has shape (4, 8, 32)" in str(graphs.report())
 
 
+@pytest.mark.proofs
+def test_an_output_that_grows_only_up_to_a_length_is_never_returned_padded(device: torch.device) -> None:
+    class First(transformers.BertModel):
+        """Returns the hidden states of the first 20 tokens."""
+
+        def forward(self, input_ids: Any, attention_mask: Any = None, token_type_ids: Any = None) -> Any:
+            return super().forward(input_ids, attention_mask, token_type_ids).last_hidden_state[:, :20]
+
+    plain, model = (tiny.build(lambda: First(transformers.BertConfig(**tiny.BERT)), device) for _ in range(2))
+    with graph_encoder(model, lengths=[16, 32], capture_sizes=[4]), torch.no_grad():
+        for length in (10, 12, 24, 26, 12):  # padding from 24 changes no shape
+            inputs = batch(4, length, device)
+            assert model(**inputs).shape == plain(**inputs).shape
+
+
 def test_a_classifier_that_returns_a_cache_is_told_how_not_to(device: torch.device) -> None:
     config = transformers.GPT2Config(**(tiny.GPT2 | {"pad_token_id": 3}), num_labels=3)
     plain, model = (tiny.build(lambda: transformers.GPT2ForSequenceClassification(config), device) for _ in range(2))
