@@ -178,7 +178,7 @@ class _Undoing:
             at = self._plain(name, key) if at is ABSENT else at
             is_there = key in keys and present.get(key) == entry and not self._is_replaced(place_name((name, key)))
             earlier[at] = now[at] if is_there else self._earlier(name, key, entry)
-        return functools.partial(_fill, where, earlier), functools.partial(_fill, where, dict(now))
+        return functools.partial(restore, where, earlier), functools.partial(restore, where, now)
 
     def _is_replaced(self, name: str) -> bool:
         """True if the holder of this name is of another container or object than before."""
@@ -254,14 +254,6 @@ def _names_above(name: str) -> Iterator[str]:
     """Yield the names of all that leads to a holder, the outermost first, and its own."""
     parts = name.split(".")
     return (".".join(parts[:count]) for count in range(1, len(parts) + 1))
-
-
-def _fill(mapping: dict[Any, Any], contents: Mapping[Any, Any]) -> None:
-    """Let a dict have these contents, in this order."""
-    for key in [*held_by(mapping)]:
-        put(mapping, key, ABSENT)
-    for key, value in contents.items():
-        put(mapping, key, value)
 
 
 def _put(place: Any, key: Any, value: Any) -> None:

@@ -97,7 +97,10 @@ def restore(place: Any, before: Any, keys: Collection[Any] | None = None) -> Non
     now = held_by(place)
     if keys is None:
         keys = [*(now.keys() - before.keys()), *before]
-        if [key for key in now if key in before] != [key for key in before if key in now]:
+        kept = [key for key in now if key in before]
+        # Other threads may read an object's attributes meanwhile, so that one comes back behind the others.
+        earlier = [key for key in before if key in now or kind_of(type(place)) in DICTS]
+        if kept != earlier[: len(kept)]:
             for key in now:
                 put(place, key, ABSENT)
             now = {}
@@ -255,13 +258,12 @@ class Snapshot:
                 issubclass(type(above), nn.Module) and key in REGISTERED
             )
             if (is_near and (of_module or next(tensors_in(_exchanged(holder, before)), None) is not None)) or (
-                names and self.walk.path(holder) in names and _is_whole(holder, before)
+                names and self.walk.path(holder) in names and _is_container(holder)
             ):
                 restore(holder, before)
             else:
-                of_log = names and kind_of(type(holder)) in DICTS and self.walk.path(holder) in names
                 for key, _, old in _changed_entries(holder, before) if names else ():
-                    if of_log or self.walk.path_of(key, holder) in names:
+                    if self.walk.path_of(key, holder) in names:
                         put(holder, key, old)
         for tensor, memory, *_ in self._moved():
             with torch.inference_mode(tensor.is_inference()):
@@ -358,9 +360,9 @@ def _has_other_keys(holder: Any, now: dict[Any, Any], before: dict[Any, Any]) ->
     return of_users and not (len(now) == len(before) and all(map(operator.is_, now, before)))
 
 
-def _is_whole(holder: Any, before: Any) -> bool:
-    """True for places that are restored as a whole: lists, sets, and dicts of which only the order changed."""
-    return isinstance(before, tuple) or (kind_of(type(holder)) in DICTS and held_by(holder).keys() == before.keys())
+def _is_container(holder: Any) -> bool:
+    """True for places that are restored as a whole: lists, sets and dicts."""
+    return kind_of(type(holder)) in DICTS or isinstance(held_by(holder), tuple)
 
 
 def _changed_entries(place: Any, before: Any) -> list[tuple[Any, Any, Any]]:

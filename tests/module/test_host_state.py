@@ -251,6 +251,21 @@ def test_a_capture_of_all_sizes_counts_as_its_one_real_run(name: str, device: to
     assert count() == start + 2
 
 
+@pytest.mark.parametrize("kind", [dict, collections.OrderedDict])
+def test_a_recording_puts_a_dicts_keys_back_in_their_order(kind: type[dict[int, float]], device: torch.device) -> None:
+    def model() -> Advancing:
+        held = kind((key, key / 2) for key in range(2, 30))
+        return Advancing(held, lambda held: held.pop(next(iter(held))), quiet=False).to(device).eval()
+
+    _, expected = answers(model, lambda held: [*held.items()], device)
+    _, found = answers(
+        lambda: sg.wrap(model(), capture_sizes=[3], progress=False), lambda held: [*held.items()], device
+    )
+    for one, other in zip(found[:-1], expected[:-1], strict=True):
+        torch.testing.assert_close(one, other)
+    assert found[-1] == expected[-1]
+
+
 @pytest.mark.parametrize("name", ["random.Random", "bytearray"])
 def test_no_graph_of_a_capture_of_all_sizes_serves_it(name: str, device: torch.device) -> None:
     made, advance, read = STATES[name]

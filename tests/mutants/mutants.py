@@ -1864,6 +1864,13 @@ MUTANTS = [
         ("tests/module/test_aliased_state.py",),
     ),
     Mutant(
+        "a key that a run removed is put back behind the others",
+        "program/snapshot.py",
+        "if kept != earlier[: len(kept)]:",
+        "if kept != [key for key in earlier if key in now]:",
+        ("tests/module/test_host_state.py",),
+    ),
+    Mutant(
         "keys that a break removed are put back behind the others",
         "guard/set_by_break.py",
         "is_mapping = above is None and self._has_other_keys(name, where)",
