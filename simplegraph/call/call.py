@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from simplegraph.base.config import CudaGraphMode
-from simplegraph.base.context import CALLS
+from simplegraph.base.context import CALLS, CallContext
 from simplegraph.base.errors import HostError
 from simplegraph.base.nested import LEAF, TreeSpec, flatten
 from simplegraph.base.patches import original_of
@@ -204,8 +204,7 @@ class CallLayout:
         device_type: the type of the device of the calls.
         binding: everything learnt about the signature.
         training: the mode of the module.
-        plans: by batch size, or (batch size, description of the batch): a `Plan` that replays such calls, or a
-            `Refusal` if they run eagerly.
+        plans: by `plan_key`: a `Plan` that replays such calls, or a `Refusal` if they run eagerly.
         launches_early: True if the plan of the latest replay may launch its graph before the next call is checked.
         autocast: the autocast dtype in force.
         state: the module's Python state (`state_key`).
@@ -258,6 +257,11 @@ class CallLayout:
         return int(leaves[self.anchor].shape[self.anchor_dim]) if self.anchor >= 0 else 1
 
 
+def plan_key(size: int, context: CallContext | None) -> Hashable:
+    """Return the key of a call's plan in its layout: the batch size, and the description of the batch in a context."""
+    return size if context is None else (size, context.batch)
+
+
 @dataclasses.dataclass(eq=False)
 class Call:
     """A call of the wrapped module, after its arguments were read.
@@ -292,7 +296,7 @@ class Call:
         self.binding, self.spec = self.layout.binding, self.layout.spec
         self.padded, self.padding = descriptor.num_tokens, descriptor.num_tokens - self.batch
         self.key: tuple[Hashable, ...] = (self.binding.signature, mode, descriptor)
-        self.plan_key: Hashable = self.size if CALLS.context is None else (self.size, CALLS.context.batch)
+        self.plan_key = plan_key(self.size, CALLS.context)
         self.breaks = mode is CudaGraphMode.PIECEWISE
 
     @functools.cached_property

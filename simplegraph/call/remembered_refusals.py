@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from simplegraph.base.context import CallContext
 from simplegraph.base.nested import flatten
 from simplegraph.base.reasons import CannotBind, Reason
-from simplegraph.call.call import Call, CallLayout
+from simplegraph.call.call import Call, CallLayout, plan_key
 from simplegraph.call.inputs import PLAIN_TENSORS, ConstantArg, aliasable, aliases
 from simplegraph.call.signature import CallReader
 from simplegraph.guard.functions import FunctionModule
@@ -92,9 +93,7 @@ class Refusals:
         module: Any,
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
-        batch: Hashable,
-        *,
-        described: bool,
+        context: CallContext | None,
     ) -> CannotBind | None:
         """Return why a call runs eagerly, without a look at the module; None if it has to be looked at."""
         unchecked, self.unchecked = self.unchecked, None
@@ -106,12 +105,12 @@ class Refusals:
             if self.plain.filled_by_others():
                 return None
             if isinstance(refusal, FormRefusal):  # whatever ends it shows in the form
-                if not described and self._of_form(module, args, kwargs) is refusal:
+                if context is None and self._of_form(module, args, kwargs) is refusal:
                     raise CannotBind(*refusal.why)
             elif layout is not None and self.calls_unchecked >= 0:
                 leaves: Any = args if layout.positional == len(args) and not kwargs else layout.leaves(args, kwargs)
                 size, is_such = layout.batch_size(leaves), module.training is layout.training
-                if is_such and layout.plans.get((size, batch) if described else size) is refusal:
+                if is_such and layout.plans.get(plan_key(size, context)) is refusal:
                     refusal.bind(leaves)
         except CannotBind as error:
             self.unchecked = unchecked

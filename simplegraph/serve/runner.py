@@ -325,8 +325,7 @@ class GraphRunner:
         check = values = plan = layout = None
         late: Any = None  # a check that is made only after an early launch
         if calls.refusals.unchecked is not None and not self.carried.places:
-            batch, is_described = (None, False) if context is None else (context.batch, True)
-            refused = calls.refusals.refuse_unchecked(module, args, kwargs, batch, described=is_described)
+            refused = calls.refusals.refuse_unchecked(module, args, kwargs, context)
             if refused is not None:
                 self.stats.ran_eagerly(refused.reason, refused.detail, refused.size)
                 with calls.plain.unread_run():
@@ -352,7 +351,7 @@ class GraphRunner:
                     size = leaves[anchor].shape[layout.anchor_dim] if anchor >= 0 else int(leaves is not None)
                 except Exception:  # not a tensor any more, or one without a shape, such as a nested tensor
                     continue
-                plan = layout.plans.get(size if context is None else (size, context.batch))
+                plan = layout.plans.get(size if context is None else (size, context.batch))  # `plan_key`, inlined
                 # 2. What is around the call: autocast, settings, modes, hooks on all modules and Python state.
                 if plan is None or module.training is not layout.training:
                     continue
