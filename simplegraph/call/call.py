@@ -36,6 +36,7 @@ from simplegraph.call.inputs import (
 from simplegraph.call.outputs import OutputShapes, unreturnable
 from simplegraph.call.signature import CallReader, Signature
 from simplegraph.guard.carried import CarriedTensors
+from simplegraph.guard.functions import computes_gradients
 from simplegraph.guard.plain_state import PlainState
 from simplegraph.guard.python_effects import RepeatedChanges
 from simplegraph.guard.survey import Survey
@@ -275,6 +276,7 @@ class Call:
         key: the key of its graph.
         plan_key: the key of its plan in the layout.
         breaks: True if its graph is piecewise, so that its warmup must trace breaks.
+        computes_gradients: True if the module's calls call backward themselves, as training steps do.
         plain: reads the plain values of the module.
         carried: the places in which runs leave tensors.
     """
@@ -298,6 +300,7 @@ class Call:
         self.key: tuple[Hashable, ...] = (self.binding.signature, mode, descriptor)
         self.plan_key = plan_key(self.size, CALLS.context)
         self.breaks = mode is CudaGraphMode.PIECEWISE
+        self.computes_gradients = computes_gradients(self.module)
 
     @functools.cached_property
     def survey(self) -> Survey:

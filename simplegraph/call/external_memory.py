@@ -26,7 +26,6 @@ from simplegraph.device.saved_state import (
     put_random_states,
     random_states,
 )
-from simplegraph.guard.functions import computes_gradients
 from simplegraph.guard.guards import MemoryRead
 from simplegraph.guard.plain_state import PlainState
 from simplegraph.guard.survey import Survey
@@ -122,7 +121,7 @@ class MemoryInUse:
         least = SavedMemory(must, (), [entry for entry in inputs if entry[0] in call.binding.written])
         free = table.device.free_memory()
         limit = copy_limit(free)
-        if computes_gradients(call.module):
+        if call.computes_gradients:
             # An eager run needs about as much memory as the graph, beside the graph's own memory.
             available = free - max((graph.bytes for graph in table.stats.graphs.values()), default=0)
             any_size: bool = call.module.proves_any_size
@@ -297,7 +296,7 @@ def invoke_watched(
 @contextlib.contextmanager
 def _gradients_kept(call: Call, *, put_back: bool) -> Iterator[None]:
     """Refuse graphs of calls that set gradients, except training steps; `put_back` restores the gradients."""
-    is_looked_at = not computes_gradients(call.module) and call.plain.names(_SETTING_GRADIENTS)
+    is_looked_at = not call.computes_gradients and call.plain.names(_SETTING_GRADIENTS)
     held = call.survey.tensors.values() if is_looked_at else ()
     before = [(entry, gradient_of(entry.tensor)) for entry in held]
     try:

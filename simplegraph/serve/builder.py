@@ -23,7 +23,7 @@ from simplegraph.call.inputs import InputSet, shared_rows
 from simplegraph.call.plan import Plan
 from simplegraph.call.signature import differences
 from simplegraph.device.saved_state import SavedMemory, copy_limit
-from simplegraph.guard.functions import FunctionModule, computes_gradients
+from simplegraph.guard.functions import FunctionModule
 from simplegraph.guard.guards import CapturedState
 from simplegraph.guard.scripted import refused_script
 from simplegraph.guard.survey import Survey, device_of_state
@@ -253,7 +253,7 @@ class GraphBuilder(ObservedRuns):
 
     def capture(self, call: Call) -> None:
         """Capture the call's size."""
-        if computes_gradients(call.module):  # the graph's pool needs as much memory as the eager steps used
+        if call.computes_gradients:  # the graph's pool needs as much memory as the eager steps used
             self.manager.device.release_cached_memory()
         inputs = self._inputs(call)
         trace = call.binding.trace_at(call.padded) if call.breaks else None
@@ -343,7 +343,6 @@ class GraphBuilder(ObservedRuns):
         arguments = (
             inputs.host_arguments(call.layout.args, shows_python=call.shows_python) if call.layout.hosted else None
         )
-        trains = computes_gradients(call.module)
         tensors = known_tensors(call, inputs.storages)
         return [
             CaptureJob(
@@ -358,7 +357,7 @@ class GraphBuilder(ObservedRuns):
                 host_error=call.binding.host_error or refused,
                 arguments=arguments,
                 record=call.binding.size((call.binding.signature, *kind)),
-                trains=trains,
+                trains=call.computes_gradients,
                 values=call.layout.values,
             )
             for kind in todo

@@ -12,7 +12,6 @@ from simplegraph.base.nested import ATOMS, flatten
 from simplegraph.base.tensors import storage_key
 from simplegraph.call.call import Call
 from simplegraph.call.inputs import PLAIN_TENSORS
-from simplegraph.guard.functions import computes_gradients
 from simplegraph.program.breaks.break_calls import HOLD_MORE, Break, ReplayStopped, StateChanged, shown
 from simplegraph.program.breaks.eager import FinishedBreaks
 from simplegraph.program.breaks.marks import breaking_operators
@@ -63,7 +62,7 @@ def _hindrance(owner: GraphOwner, call: Call, steps: Sequence[Break], returned: 
         return "the batch was padded, and the break was passed the padding rows"
     if call.binding.draws:
         return "the forward draws random numbers"
-    if computes_gradients(call.module):
+    if call.computes_gradients:
         return "it is a training step"
     if table.hooks or table.ranks.size > 1:
         return "a backend, or another rank, takes part in it"

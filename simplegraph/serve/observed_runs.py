@@ -21,7 +21,7 @@ from simplegraph.call.inputs import HostArg, InputSet
 from simplegraph.call.signature import CallReader
 from simplegraph.device.protocol import CAPTURE_LOCK
 from simplegraph.device.saved_state import copy_limit, drew, random_states
-from simplegraph.guard.functions import FunctionModule, computes_gradients
+from simplegraph.guard.functions import FunctionModule
 from simplegraph.guard.guards import CapturedState
 from simplegraph.guard.survey import Survey
 from simplegraph.manager.manager import CudaGraphManager
@@ -79,9 +79,8 @@ class ObservedRuns:
         # The run is on the caller's stream, since work of the forward in other threads waits for no other stream. A
         # forward that runs a backward is on the capture stream: nodes that accumulate gradients may live until the
         # capture, and keep the stream of their first use.
-        trains = computes_gradients(call.module)
         stream: contextlib.AbstractContextManager[object]
-        stream = self.manager.device.on_capture_stream() if trains else CAPTURE_LOCK
+        stream = self.manager.device.on_capture_stream() if call.computes_gradients else CAPTURE_LOCK
         with stream, bypassed(Reason.NESTED), watched:
             result, observer, trace = run_observed(
                 self.manager.table,
@@ -95,7 +94,7 @@ class ObservedRuns:
                 tensors=known_tensors(call, copied),
             )
         call.binding.draws |= observer.may_draw and drew(generators, before)
-        for leaf in flatten(result)[0] if trains else ():
+        for leaf in flatten(result)[0] if call.computes_gradients else ():
             if issubclass(type(leaf), Tensor) and leaf.is_cuda and leaf.layout is torch.strided:
                 for part in leaf.unbind()[:1] if leaf.is_nested else [leaf]:  # all parts share one memory
                     part.record_stream(torch.cuda.current_stream(leaf.device))
@@ -116,7 +115,7 @@ class ObservedRuns:
             call.carried.note_read({key for observer in observers for key in observer.external} - inputs)
         unread = call.module.note_read(observers) if isinstance(call.module, FunctionModule) else set()
         # Reference counts do not show who holds gradients and learning rates of a training step.
-        device = None if computes_gradients(call.module) else self.manager.device.torch_device
+        device = None if call.computes_gradients else self.manager.device.torch_device
         self.seen.add(call.survey, observers, inputs | unread, device)
         if self.state is not None:
             self.state.accept(call.survey)
@@ -151,7 +150,7 @@ class ObservedRuns:
 
 def known_tensors(call: Call, inputs: Collection[int]) -> KnownTensors:
     """Return the tensors whose values may be constants in a graph; `inputs` has the storage keys of data."""
-    if computes_gradients(call.module):  # a training step writes parameters: no value is a constant
+    if call.computes_gradients:  # a training step writes parameters: no value is a constant
         return KnownTensors(lambda tensor: (), inputs)
     survey = functools.cache(lambda: Survey(call.module))
     return KnownTensors(lambda tensor: survey().tensors_at(tensor), inputs)

@@ -955,7 +955,7 @@ MUTANTS = [
     Mutant(
         "warmups run on the stream of captures",
         "serve/observed_runs.py",
-        "self.manager.device.on_capture_stream() if trains else CAPTURE_LOCK",
+        "self.manager.device.on_capture_stream() if call.computes_gradients else CAPTURE_LOCK",
         "self.manager.device.on_capture_stream()",
         PROOFS,
     ),
