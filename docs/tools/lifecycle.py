@@ -5,7 +5,17 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 
-from simplegraph.manager.lifecycle import EDGES, REFUSALS, VERDICT_EDGES, RowVerdict, Stage
+from simplegraph.manager.lifecycle import EDGES, REFUSALS, RowVerdict, Stage
+
+# (before, after) -> the event that leads from one to the other. tests/manager/test_lifecycle.py makes each change.
+VERDICT_EDGES: dict[tuple[RowVerdict, RowVerdict], str] = {
+    (RowVerdict.DUE, RowVerdict.PROVEN): "a replay equals eager",
+    (RowVerdict.PROVEN, RowVerdict.DUE): "so many replays came that one is compared, or the size is captured again",
+    (RowVerdict.DUE, RowVerdict.UNVERIFIED): "a call writes more memory than can be compared, or `verify` is 0",
+    (RowVerdict.UNVERIFIED, RowVerdict.DUE): "the size is captured again",
+    (RowVerdict.DUE, RowVerdict.REFUSED): "only this batch size was seen so far",
+    (RowVerdict.REFUSED, RowVerdict.DUE): "another call runs eagerly, or the graph is gone",
+}
 
 
 def drawing() -> str:

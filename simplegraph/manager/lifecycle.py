@@ -1,7 +1,7 @@
 """The lifecycle of calls: the stage of each size, the verdict of each row count, refusals, and all their changes.
 
 A `ModuleRecord` is about all calls of a module, a `SignatureRecord` about all sizes of a signature, a `SizeRecord`
-about one size of it. docs/design.md draws `EDGES`, `VERDICT_EDGES` and `REFUSALS`.
+about one size of it. docs/tools/lifecycle.py draws `EDGES`, the changes of verdicts, and `REFUSALS`.
 """
 
 from __future__ import annotations
@@ -75,18 +75,6 @@ class RowVerdict(enum.Enum):
 
 
 SERVED = frozenset({RowVerdict.PROVEN, RowVerdict.UNVERIFIED})
-# (before, after) -> the event that leads from one to the other.
-VERDICT_EDGES: dict[tuple[RowVerdict, RowVerdict], str] = {
-    (RowVerdict.DUE, RowVerdict.PROVEN): "a replay equals eager",
-    (
-        RowVerdict.PROVEN,
-        RowVerdict.DUE,
-    ): "so many replays came that one is compared, or the size is captured again",
-    (RowVerdict.DUE, RowVerdict.UNVERIFIED): "a call writes more memory than can be compared, or `verify` is 0",
-    (RowVerdict.UNVERIFIED, RowVerdict.DUE): "the size is captured again",
-    (RowVerdict.DUE, RowVerdict.REFUSED): "only this batch size was seen so far",
-    (RowVerdict.REFUSED, RowVerdict.DUE): "another call runs eagerly, or the graph is gone",
-}
 
 
 class Scope(enum.Enum):

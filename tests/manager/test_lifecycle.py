@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import simplegraph as sg
+from docs.tools.lifecycle import VERDICT_EDGES
 from simplegraph.base.config import CudaGraphMode
 from simplegraph.base.errors import CaptureError
 from simplegraph.base.reasons import CannotBind, Reason
@@ -19,7 +20,6 @@ from simplegraph.batch.sizes import BatchDescriptor
 from simplegraph.manager.lifecycle import (
     EDGES,
     LASTING,
-    VERDICT_EDGES,
     CapturedGraph,
     Event,
     ModuleRecord,
