@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 import itertools
 import operator
 import threading
@@ -46,7 +47,7 @@ class PlainState:
         proves: True if graphs are compared with eager.
 
     Attributes:
-        value_checks: at most one, which determines the values of a call while it holds and has a key.
+        present: has the check that determines the values of a call while it holds and has a key.
         must_read: True if every call must read all values, since some of them are unguarded at present.
         calls: the number of calls since the first one was read, for windows of calls.
     """
@@ -56,7 +57,7 @@ class PlainState:
         self._places = PlacesInCode()
         self._reader = HolderReader(self._places, breaks=breaks)
         self._history = PlaceHistory(self._places, proves=proves)
-        self.value_checks = self._reader.value_checks
+        self.present = self._reader.present
         self.must_read = False
         self.calls = 0
         self._values_read = self._reader.key  # what `read_values` returned last
@@ -103,13 +104,14 @@ class PlainState:
     def renew(self, versions: Mapping[int, int]) -> None:
         """Accept new versions of dicts by their old ones: a replay left no plain values there."""
         with self._lock:
-            for check in self.value_checks[:1]:
-                self._reader.keep(check.renewed(versions))
+            check = self.present.check
+            if check is not None:
+                self.present.keep(check.renewed(versions))
 
     def forget(self) -> None:
         """Find the holders of values again at the next call, and forget changes so far."""
         with self._lock:
-            self.value_checks.clear()
+            self.present.check = None
             self._history.new_values.forget()
             self._history.breaks.forget()
             self._lengths = []
@@ -117,7 +119,7 @@ class PlainState:
     @contextlib.contextmanager
     def run(self, module: Any, *, is_read: bool = False) -> Iterator[None]:
         """Surround a run of the module, which makes all changes meanwhile; `is_read` if its call was just read."""
-        if not (self.value_checks or self._is_capture_or_proof):  # no call of it was read
+        if self.present.check is None and not self._is_capture_or_proof:  # no call of it was read
             yield
             return
         with self._lock:
@@ -141,7 +143,7 @@ class PlainState:
                 self._reader.guarded_again |= self._history.changed_by_run(changes, self.calls, is_whole=is_whole)
                 self._make_key(only_places=self._is_capture_or_proof)
                 names = {name for name, key in self._history.filled & self._history.effects if key is ALL}
-                holders = (holder for check in self.value_checks[:1] if names for holder in check.holders)
+                holders = self.present.holders if names else ()
                 self._lengths = [(holder, holder.length()) for holder in holders if holder.name in names]
 
     @contextlib.contextmanager
@@ -180,12 +182,11 @@ class PlainState:
             What was set back; None if the replay may go on.
         """
         thing = module()
-        for check in self.value_checks[:1]:
-            if check.holds(own_dict(thing) or {}):
-                return None
+        check = self.present.check
+        if check is not None and check.holds(own_dict(thing) or {}):
+            return None
         with self._lock:
-            holders = [holder for check in self.value_checks for holder in check.holders]
-            before, entries = HolderBefore.all_of(holders), self._reader.entries
+            before, entries = HolderBefore.all_of(self.present.holders), self._reader.entries
             changes = self._reader.read_changes(thing)
             changed = self._places.by_place(changes)
             read = self._history.breaks.read_of(changed, unread)
@@ -193,10 +194,9 @@ class PlainState:
             self._note_set_by_break(others, unread)
             if not read:
                 return None
-            holders = [holder for check in self.value_checks for holder in check.holders]
             classes = self._places.code.classes.values() if self._places.code is not None else ()
             of_read = {place: changed[place] for place in read}
-            found = find_edits(of_read, before, (entries, self._reader.entries), holders, classes)
+            found = find_edits(of_read, before, (entries, self._reader.entries), self.present.holders, classes)
 
             def are_equal() -> bool:
                 self._reader.read_changes(thing)
@@ -276,7 +276,8 @@ class PlainState:
         """
         with self._lock:
             self._reader.read_changes(module)
-            holders = {holder.name: holder for check in self.value_checks for holder in check.holders}
+            check = self.present.check
+            holders = {holder.name: holder for holder in (() if check is None else check.holders)}
             code, found = self._places.code, []
             for name, key in self._guarded_changes(self._entries_before):
                 if name not in holders or holders[name].is_container:
@@ -304,9 +305,9 @@ class PlainState:
                 self._history.new_values.guard_again(self.calls)
                 self._reader.close(module, self._history.new_values.containers())
                 self._make_key()
-                if self.value_checks:
+                if self.present.check is not None:
                     break
-            if not self.value_checks:
+            if self.present.check is None:
                 raise CannotBind(Reason.PYTHON_STATE, "what the call reads changes while it is read")
             if self._reader.refused:
                 raise CannotBind(Reason.PYTHON_STATE, self._reader.refused)
@@ -342,6 +343,39 @@ class PlainState:
         self._history.changed_by_others(others, self.calls)
 
 
+@dataclasses.dataclass(eq=False)
+class PresentCheck:
+    """The check of the present values, until an object ends whose attributes are kept alive.
+
+    Weak references call `end` then, in any thread, at any time: it takes no lock, and this leads to no reader, which
+    they would keep alive.
+
+    Attributes:
+        check: the check; None if the values must be read. It has their key once that is made.
+        has_ended: True if an object ended since the holders of values were last looked for.
+    """
+
+    check: ValueCheck | None = None
+    has_ended: bool = False
+
+    def keep(self, check: ValueCheck) -> None:
+        """Keep a check for later calls, unless an object of it has ended."""
+        self.check = check
+        if self.has_ended:
+            self.check = None
+
+    def end(self, _: object) -> None:
+        """Let go of the check, and of one that is being made."""
+        self.has_ended = True
+        self.check = None
+
+    @property
+    def holders(self) -> Sequence[ValueHolder]:
+        """The holders of the check."""
+        check = self.check
+        return check.holders if check is not None else ()
+
+
 class HolderReader:
     """Finds the holders of the plain values that calls read, reads those that moved, and makes the key of the values.
 
@@ -355,8 +389,7 @@ class HolderReader:
         entries: the values that were read last, by the holder's name; replaced by another dict once one changes.
         refused: why there is no key; else empty.
         scripts: names of the TorchScript modules and functions that calls lead to.
-        value_checks: at most one, of the present values; it has their key once that is made. It is cleared once an
-            object ends whose attributes are kept alive.
+        present: has the check of the present values.
         key: the key that was made last.
         unguarded: the places whose values are no part of keys.
         guarded_again: places that are guarded again since the last key was made, as a run left them unchanged.
@@ -367,8 +400,7 @@ class HolderReader:
         self.entries: dict[str, Entries] = {}
         self.refused = ""
         self.scripts: list[str] = []
-        self.value_checks: list[ValueCheck] = []
-        self._alive: list[bool] = []  # one item, cleared with `value_checks`, so that none that is being made is kept
+        self.present = PresentCheck()
         self.key = PlainValues({})
         self.unguarded: set[Place] = set()
         self.guarded_again: set[Place] = set()
@@ -385,7 +417,7 @@ class HolderReader:
             if not self._read_moved(module, attributes):
                 self._find(module)
         except Exception:  # another thread changes them: the call runs eagerly
-            self.value_checks.clear()
+            self.present.check = None
             self.entries = {}
         return changes_between(before, self.entries) if before else {}
 
@@ -393,7 +425,7 @@ class HolderReader:
         """Stop reading below containers that take new values all the time: each new item would be searched."""
         if containers != self._closed:
             self._closed = containers
-            self.value_checks.clear()
+            self.present.check = None
             self.entries = {}
             self.read_changes(module)
 
@@ -401,7 +433,7 @@ class HolderReader:
         """Read the holders that moved; False if there is a new object to open, or an object is no longer reached."""
         if getattr(type(module), "is_function", False) and list(map(id, module._modules.values())) != self._roots:
             return False
-        check = next(iter(self.value_checks), None)
+        check = self.present.check
         if check is None or check.holds(attributes):
             return check is not None
         moved = check.moved(attributes) if check.has_children(attributes) else []
@@ -413,7 +445,7 @@ class HolderReader:
         # The version may move though nothing guarded did, such as when a file's other globals are set, or a run counts
         # its calls.
         is_key = is_same or self._has_values(check.key, moved)
-        self.keep(check.after(moved, check.key if is_key else None))
+        self.present.keep(check.after(moved, check.key if is_key else None))
         if not is_same:
             self.entries = entries
         return True
@@ -438,43 +470,31 @@ class HolderReader:
             roots = [SearchRoot(name, child) for name, child in module._modules.items() if child is not None]
             function = module.function
             self._roots = list(map(id, module._modules.values()))
-        value_checks, alive = self.value_checks, [True]
-        value_checks.clear()
-
-        def gone(_: Any) -> None:  # called in any thread, at any time, so it takes no lock
-            alive.clear()
-            value_checks.clear()
-
-        holders = Holders(roots, module, gone, function, breaks=self._breaks, closed=self._closed)
+        self._deaths = []  # earlier ones end no new check
+        self.present.check, self.present.has_ended = None, False
+        holders = Holders(roots, module, self.present.end, function, breaks=self._breaks, closed=self._closed)
         self._deaths, self._opened = holders.deaths, holders.opened
         self.refused, self.scripts = holders.refused, holders.scripts
         self.entries = {holder.name: holder.entries for holder in holders.all}
         self._places.code = holders.code
         self._places.kinds = {holder.name: _kind_of(holder) for holder in holders.all}
-        self._alive = alive
-        self.keep(ValueCheck(holders.root, holders.all, None))
-
-    def keep(self, check: ValueCheck) -> None:
-        """Keep a check for later calls, unless an object of it has ended."""
-        self.value_checks[:] = [check]
-        if not self._alive:
-            self.value_checks.clear()
+        self.present.keep(ValueCheck(holders.root, holders.all, None))
 
     def make_key(self) -> None:
         """Make the key of the present values, or take the key that they had before."""
-        for check in self.value_checks[:1]:
-            if check.key is not None or self.refused:
-                return
-            parts = _parts((holder.name, holder.part(self.unguarded)) for holder in check.holders)
-            values = self._keys.pop(parts, None)
-            if values is None and self.guarded_again:  # while all runs changed these no graph was captured
-                values = self._keys.pop(_parts(_without(self.guarded_again, part) for part in parts), None)
-            self.guarded_again.clear()
-            self.key = self._keys[parts] = values or PlainValues({})
-            self.key.parts = dict(parts)
-            while len(self._keys) > _MAX_KEYS:
-                del self._keys[next(iter(self._keys))]
-            self.keep(check.after((), self.key))
+        check = self.present.check
+        if check is None or check.key is not None or self.refused:
+            return
+        parts = _parts((holder.name, holder.part(self.unguarded)) for holder in check.holders)
+        values = self._keys.pop(parts, None)
+        if values is None and self.guarded_again:  # while all runs changed these no graph was captured
+            values = self._keys.pop(_parts(_without(self.guarded_again, part) for part in parts), None)
+        self.guarded_again.clear()
+        self.key = self._keys[parts] = values or PlainValues({})
+        self.key.parts = dict(parts)
+        while len(self._keys) > _MAX_KEYS:
+            del self._keys[next(iter(self._keys))]
+        self.present.keep(check.after((), self.key))
 
     def _has_values(self, key: PlainValues | None, holders: Sequence[Any]) -> bool:
         """True if a key has the present values of these holders, except at unguarded places."""
@@ -494,8 +514,9 @@ class HolderReader:
             keys, self._keys = self._keys, {}
             for parts, key in keys.items():
                 self._keys.setdefault(_parts(_without(added, part) for part in parts), key)
-        for check in self.value_checks[:1]:
-            self.keep(check.after((), None))
+        check = self.present.check  # another thread may clear it
+        if check is not None:
+            self.present.keep(check.after((), None))
 
 
 def changes_between(before: Mapping[str, Entries], now: Mapping[str, Entries]) -> Changes:

@@ -98,6 +98,10 @@ class _Sources:
         self.entries: list[_ModuleEntries] = []
         self.unchecked: list[Any] = [None]
 
+    def forget(self, _: object = None) -> None:
+        """Release everything once a submodule is gone: reading an attribute raises then, which counts as a change."""
+        vars(self).clear()
+
 
 def _chains_by_start(
     attributes: list[dict[str, Any]], chains: Iterable[Sequence[Link]]
@@ -299,10 +303,9 @@ class Reading:
         self._classes = list({type(module): None for module in modules if not issubclass(type(module), ScriptModule)})
         self._methods = list(map(_called, self._classes))
         self._owned, self._watched = owned, watched
-        # What is read: one item, which is cleared once a submodule is gone.
         entries, leading, to_values = split_links(modules, links)
-        self._sources = sources = [_Sources(modules, leading, to_values)]
-        self._deaths = [weakref.ref(module, lambda _: sources.clear()) for module in modules]
+        self._sources = sources = _Sources(modules, leading, to_values)
+        self._deaths = [weakref.ref(module, sources.forget) for module in modules]
         # What the values are expected to be, and the lengths of registries and containers.
         attributes = vars(modules[0])
         registries = self._registries(attributes)
@@ -318,10 +321,10 @@ class Reading:
             for name in names
         ]
         unguarded = {at for at, place in enumerate(places) if place in carried_places}
-        slots = sources[0].leading
+        slots = sources.leading
         opened = {self._lengths[0] + at for at in slots.opened} if slots is not None else set()
         self._expected = _ExpectedValues(values, unguarded, opened)
-        sources[0].entries = _entries_in_order(modules, entries, self._expected.modules_at(values))
+        sources.entries = _entries_in_order(modules, entries, self._expected.modules_at(values))
         # Where the tensors are expected to be.
         found = self._expected.tensors_at(values)
         self._has_wrappers = any(map(is_wrapper, (*found, *map(_tensor_of, owned))))
@@ -339,7 +342,7 @@ class Reading:
         """
         values = self._reader.values_of(*self._registries(attributes))
         lengths = [len(values)]
-        sources = self._sources[0]
+        sources = self._sources
         if sources.leading is not None:
             lengths += map(len, sources.leading.read([attributes, *sources.attributes], values))
         if self._with_gradients_at is not None:
@@ -348,7 +351,7 @@ class Reading:
 
     def _registries(self, attributes: dict[str, Any]) -> list[dict[str, Any]]:
         """Return the module's own registries, and those registries of submodules that were not empty."""
-        return [*map(attributes.__getitem__, REGISTRIES), *_chain(map(map, _READERS, self._sources[0].filled))]
+        return [*map(attributes.__getitem__, REGISTRIES), *_chain(map(map, _READERS, self._sources.filled))]
 
     def _tensors_in(self, values: list[Any]) -> Sequence[Tensor]:
         """Return all checked tensors: those among the values, and those without another owner."""
@@ -376,7 +379,7 @@ class Reading:
             What `holds` needs; None if a tensor was moved, replaced or laid out anew, or cannot be read.
         """
         try:
-            sources = self._sources[0]
+            sources = self._sources
             registries = [*map(attributes.__getitem__, REGISTRIES), *_chain(map(map, _READERS, sources.filled))]
             values = self._reader.values_of(*registries)
             lengths = [len(values)]
@@ -415,7 +418,7 @@ class Reading:
             read: what `read_if_in_place` returned for this call; None to check them now.
         """
         try:
-            sources, expected = self._sources[0], self._expected
+            sources, expected = self._sources, self._expected
             version: Any = versions.dict_version
             # Registries that were empty, hooks, and tensors that only this library holds.
             if any(sources.empty) or self._hooks != self._hooks_before:
@@ -502,7 +505,7 @@ class Reading:
         """
         dicts, before = [attributes, *map(_get, modules, _DICTS)], self._attribute_versions
         taken = None if versions.dict_version is None else list(map(versions.dict_version, dicts))
-        for at, ((entries, expected), actual) in enumerate(zip(self._sources[0].entries, dicts, strict=True)):
+        for at, ((entries, expected), actual) in enumerate(zip(self._sources.entries, dicts, strict=True)):
             if taken is not None and before is not None and taken[at] == before[at]:
                 continue
             if (expected is not None and expected is not actual) or not entries.hold(actual):

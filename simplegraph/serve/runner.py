@@ -334,8 +334,7 @@ class GraphRunner:
             if layouts:
                 plain = calls.plain
                 plain.calls += 1
-                # Another thread may clear the checks.
-                check = None if plain.must_read else next(iter(plain.value_checks), None)
+                check = None if plain.must_read else plain.present.check
                 late = check if layouts[0].launches_early else None
                 if check is not None and check.key is not None and (late is not None or check.holds(vars(module))):
                     values = check.key

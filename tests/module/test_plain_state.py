@@ -421,6 +421,21 @@ def test_no_weak_reference_is_made_of_what_does_not_bear_one(monkeypatch: pytest
     assert [weakref.getweakrefcount(stream) for stream in streams] == [0] * 7
 
 
+def test_the_end_of_an_object_ends_the_check_of_its_values() -> None:
+    """Another object may get its id, and would count as the one that was read."""
+    model = wrapped(Reads(lambda module: module.held.scale, held=Config()))
+    model(torch.randn(2, 4))  # no graph keeps the object alive
+    present = model._graph_runner._calls.plain.present
+    check = present.check
+    assert check is not None
+    sg.unwrap(model).held = Config()
+    assert present.check is None
+    present.keep(check)  # as by a thread that was making it
+    assert present.check is None
+    serve(model)
+    assert present.check is not None
+
+
 def test_what_changes_while_it_is_looked_at_makes_a_call_run_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
     model = wrapped(Reads(lambda module: module.held, held=2.0))
     serve(model)

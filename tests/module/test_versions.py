@@ -581,7 +581,7 @@ def test_what_was_read_before_a_moment_is_not_noted_for_it(device):
     model = sg.wrap(module, capture_sizes=[4], progress=False)
     for _ in range(5):
         served(model, module, device)
-    check = model._graph_runner._calls.plain.value_checks[0]
+    check = model._graph_runner._calls.plain.present.check
     reading, attributes = model._graph_runner.builder.state.reading, vars(model)
     for _ in range(2):
         assert check.holds(attributes)

@@ -241,8 +241,8 @@ MUTANTS = [
     Mutant(
         "a submodule's end is not noticed",
         "guard/reading.py",
-        "lambda _: sources.clear()",
-        "lambda _: None",
+        "        vars(self).clear()\n",
+        "        pass\n",
         ("tests/module/test_old_memory.py",),
     ),
     Mutant(
@@ -965,6 +965,20 @@ MUTANTS = [
         "is_key = is_same or self._has_values(check.key, moved)",
         "is_key = True",
         ("tests/module/test_plain_state.py",),
+    ),
+    Mutant(
+        "an object that ends leaves the check of values",
+        "guard/plain_state.py",
+        "        self.has_ended = True\n        self.check = None\n",
+        "        self.has_ended = True\n",
+        ("tests/module/test_plain_state.py", "tests/module/test_state.py", "tests/module/test_lifetimes.py"),
+    ),
+    Mutant(
+        "an object that ends while values are read leaves the check of them",
+        "guard/plain_state.py",
+        "        if self.has_ended:\n",
+        "        if False:\n",
+        ("tests/module/test_plain_state.py", "tests/module/test_state.py", "tests/module/test_lifetimes.py"),
     ),
     Mutant(
         "calls that are refused are never looked at again",
