@@ -39,7 +39,7 @@ from simplegraph.base.walk import (
 from simplegraph.guard.code_below import OPERATORS, CodeBelow, is_packaged
 from simplegraph.guard.links import HOOKS, REGISTRIES
 from simplegraph.guard.scripted import ScriptedValues, python_below
-from simplegraph.guard.value_check import ValueHolder
+from simplegraph.guard.value_check import ValueHolder, ValueSource
 from simplegraph.guard.values import NOT_PLAIN, SCRIPTS, CompiledModule, can_be_referenced, dotted, value_key
 
 _OF_TORCH = frozenset(vars(nn.Module())) | {"_simplegraph", "_simplegraph_optimized"}  # checked in other ways
@@ -262,7 +262,7 @@ class Holders:
             self.opened.add(id(value))
             name = functools.reduce(dotted, path, holder.name)
             keys = None if holder.keys is None else (*holder.keys, *path)
-            self._read(self._add(ValueHolder(name, value, is_container=True), keys))
+            self._read(self._add(ValueHolder(name, ValueSource(value), is_container=True), keys))
 
     def _add(self, holder: ValueHolder, keys: tuple[Any, ...] | None = None, attribute: Any = "") -> ValueHolder:
         """Add a holder.
@@ -334,7 +334,8 @@ class Holders:
         variable = reference if context is _in_context else None
         names = code.names if code is not None and context is _in_thread else None
         guards = functools.partial(_is_guarded, names, (self._unguarded,))
-        holder = ValueHolder(way.name, find=way.find, guards=guards, is_view=True, has_tensors=True, variable=variable)
+        source = ValueSource(find=way.find, is_view=True, variable=variable)
+        holder = ValueHolder(way.name, source, guards, has_tensors=True)
         self._add(holder, way.keys, way.attribute)
 
     def _add_script(self, thing: Any, contents: Any, way: _Way) -> None:
@@ -342,8 +343,8 @@ class Holders:
         self.scripts.append(way.name)
         self._functions |= {id(function): function for function in contents.values()}
         if issubclass(type(thing), CompiledModule):
-            find = ScriptedValues(self._reference(thing)).read
-            self._add(ValueHolder(way.name, find=find, is_view=True, has_tensors=True), way.keys, way.attribute)
+            source = ValueSource(find=ScriptedValues(self._reference(thing)).read, is_view=True)
+            self._add(ValueHolder(way.name, source, has_tensors=True), way.keys, way.attribute)
 
     def _add_container(self, thing: Any, way: _Way, code: CodeBelow | None, *, is_kept: bool, of_break: bool) -> None:
         """Add the holder of a container's items, and of its attributes if its class has some."""
@@ -352,8 +353,7 @@ class Holders:
         is_kept = is_kept and type(way.owner) not in _VIEWS
         holder = ValueHolder(
             way.name,
-            thing if is_kept else None,
-            None if is_kept else way.find,
+            ValueSource(thing) if is_kept else ValueSource(find=way.find),
             functools.partial(_is_guarded, None, (self._unguarded_keys,)),
             is_container=True,
             has_tensors=way.hides,
@@ -390,22 +390,20 @@ class Holders:
         """Make the holder of an object's attributes, without keeping the object alive."""
         attributes = own_dict(thing)
         has_slots = bool(slots_of(type(thing))) or attributes is None
-        make = functools.partial(
-            ValueHolder,
-            name,
-            guards=guards,
-            has_tensors=by_code or has_slots,
-            is_ordered=not issubclass(type(thing), nn.Module),
-        )
         reference = self._reference(thing)
         if type(thing) is LRU:  # its dict is never replaced
-            return make(container=attributes)
-        if has_slots:
-            return make(find=functools.partial(_viewed, held_by, reference), is_view=True, owner=reference)
-        if thing is self._module:
-            self.root = make(find=functools.partial(_viewed, own_dict, reference))
-            return self.root
-        return make(container=attributes, owner=reference)
+            source = ValueSource(attributes)
+        elif has_slots:
+            source = ValueSource(find=functools.partial(_viewed, held_by, reference), is_view=True, owner=reference)
+        elif thing is self._module:
+            source = ValueSource(find=functools.partial(_viewed, own_dict, reference))
+        else:
+            source = ValueSource(attributes, owner=reference)
+        is_ordered = not issubclass(type(thing), nn.Module)
+        holder = ValueHolder(name, source, guards, has_tensors=by_code or has_slots, is_ordered=is_ordered)
+        if thing is self._module and not has_slots:
+            self.root = holder
+        return holder
 
     def _add_object(
         self, thing: Any, contents: Any, way: _Way, code: CodeBelow | None, *, of_break: bool
@@ -438,34 +436,34 @@ class Holders:
         code = self.code
         guards = functools.partial(_is_named, None if code.computes_names else code.names)
         holders = [
-            ValueHolder(kind.__qualname__, class_dict(kind), guards=guards, has_tensors=True)
+            ValueHolder(kind.__qualname__, ValueSource(class_dict(kind)), guards, has_tensors=True)
             for kind in code.classes.values()
             if not is_closed(kind.__module__)
         ]
         holders += [
             ValueHolder(
                 str(file.get("__name__")),
-                file,
-                guards=names.__contains__,
+                ValueSource(file),
+                names.__contains__,
                 has_tensors=True,
                 names=names if file.get("__name__") == "__main__" else None,
             )
             for file, names in code.files.values()
         ]
-        holders += [ValueHolder(name, cell=cell, has_tensors=True) for name, cell in code.cells]
+        holders += [ValueHolder(name, ValueSource(cell=cell), has_tensors=True) for name, cell in code.cells]
         holders += [
-            ValueHolder(function.__qualname__, vars(function), guards=guards, has_tensors=True)
+            ValueHolder(function.__qualname__, ValueSource(vars(function)), guards, has_tensors=True)
             for function in code.own
             if vars(function)
         ]
         holders += [
-            ValueHolder(function.__qualname__, function=function, has_tensors=True)
+            ValueHolder(function.__qualname__, ValueSource(function=function), has_tensors=True)
             for function in code.own
             if not is_packaged(function.__code__)
         ]
         libraries = {str(base.__module__).partition(".")[0] for kind in self._classes for base in kind.__mro__}
         readers = {LIBRARY_SETTINGS[name]: None for name in sorted(LIBRARY_SETTINGS.keys() & libraries)}
-        holders += [ValueHolder("settings of a library", find=read, is_view=True) for read in readers]
+        holders += [ValueHolder("settings of a library", ValueSource(find=read, is_view=True)) for read in readers]
         roots = [root for root in self._objects if _opens(type(root.thing)) not in (None, OPAQUE)]
         for holder in holders:
             self._add(holder)

@@ -94,6 +94,28 @@ class HolderState(NamedTuple):
 _new_state: Callable[[tuple[Any, ...]], HolderState] = functools.partial(tuple.__new__, HolderState)
 
 
+class ValueSource(NamedTuple):
+    """The place of a holder's values.
+
+    Attributes:
+        container: the dict, list, set or deque; None if it is not kept alive, since it may hold a tensor.
+        find: returns the container if it is not kept alive.
+        is_view: True if `find` returns a new object each time.
+        owner: returns the object whose attributes these are; it may get another `__dict__` or class.
+        cell: a closure's cell, whose content is the only value; there is no container then.
+        function: a function, whose code and defaults are the only values; there is no container then.
+        variable: returns a context variable, whose value is the only value; there is no container then.
+    """
+
+    container: Any = None
+    find: Callable[[], Any] | None = None
+    is_view: bool = False
+    owner: Callable[[], Any] | None = None
+    cell: types.CellType | None = None
+    function: types.FunctionType | None = None
+    variable: Callable[[], contextvars.ContextVar[Any]] | None = None
+
+
 class ValueHolder:
     """One dict or container that holds plain values, with their keys.
 
@@ -101,21 +123,16 @@ class ValueHolder:
 
     Args:
         name: its dotted name in the module, or its name in code.
-        container: the dict, list, set or deque; None if it is not kept alive, since it may hold a tensor.
-        find: returns the container if it is not kept alive.
+        source: the place of the values.
         guards: returns True for keys whose values are guarded.
         is_container: True for a user's container; if it is long, only its length and version are guarded.
         is_ordered: True if the order of keys is guarded.
-        is_view: True if `find` returns a new object each time.
-        owner: returns the object whose attributes these are; it may get another `__dict__` or class.
         has_tensors: True if tensors are guarded by identity, too, since no survey of the module sees them.
         names: the only keys that are guarded, by the identity of their values, for the globals of a script: its loops
             set globals all the time, so the version of their dict is of no use. None for other holders.
-        cell: a closure's cell, whose content is the only value; there is no container then.
-        function: a function, whose code and defaults are the only values; there is no container then.
-        variable: returns a context variable, whose value is the only value; there is no container then.
 
     Attributes:
+        container, owner, cell, function, variable: as in `ValueSource`.
         entries: key in the container -> key of the value (see `value_key`).
         inside: ids of objects opened below it.
         plain_values: the plain values and keys that were read last; kept alive, so that their ids are not reused.
@@ -130,33 +147,27 @@ class ValueHolder:
     def __init__(
         self,
         name: str,
-        container: Any = None,
-        find: Callable[[], Any] | None = None,
+        source: ValueSource,
         guards: Callable[[Any], bool] | None = None,
         *,
         is_container: bool = False,
         is_ordered: bool = False,
-        is_view: bool = False,
-        owner: Callable[[], Any] | None = None,
         has_tensors: bool = False,
         names: Collection[str] | None = None,
-        cell: types.CellType | None = None,
-        function: types.FunctionType | None = None,
-        variable: Callable[[], contextvars.ContextVar[Any]] | None = None,
     ) -> None:
-        self.cell, self.function, self.variable, self.has_tensors = cell, function, variable, has_tensors
+        self.name, self.has_tensors = name, has_tensors
+        self.container, self._find, self._is_view, self.owner, self.cell, self.function, self.variable = source
+        if self.cell is not None:
+            self._find, self._is_view = functools.partial(held_by, self.cell), True
+        if self.function is not None:
+            self._find, self._is_view = functools.partial(_parts_of, self.function), True
         self.names = None if names is None else sorted(names)
         self.gone: Callable[[Any], object] | None = None
         self.surveyed: Collection[int] = ()
         self.keys: tuple[Any, ...] | None = None
         self.attribute: Any = ""
-        if cell is not None:
-            find, is_view = functools.partial(held_by, cell), True
-        if function is not None:
-            find, is_view = functools.partial(_parts_of, function), True
-        self.name, self.container, self._find, self.owner = name, container, find, owner
         self.guards = guards or (lambda key: True)
-        self.is_container, self._is_view, self.is_wide = is_container, is_view, False
+        self.is_container, self.is_wide = is_container, False
         self._is_ordered = is_container or is_ordered
         self.entries: dict[Hashable, Hashable] = {}
         self._part: tuple[set[Place], frozenset[Any]] | None = None
