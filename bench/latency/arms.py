@@ -101,5 +101,5 @@ def remove_guards(wrapped: Any) -> None:
     unchanged: Any = _AlwaysHold()
     for layout, plan in found:
         layout.settings = plan.state.reading = unchanged
-    checks: list[Any] = wrapped._graph_runner._calls.plain.value_checks
-    checks[:] = [_AlwaysHold(check.key) for check in checks]
+    present: Any = wrapped._graph_runner._calls.plain.present
+    present.check = _AlwaysHold(present.check.key)

@@ -36,7 +36,7 @@ def breakdown(wrapped: Any, batch: tuple[Any, ...], device: torch.device, calls:
     module, state = plan.state.module(), plan.state
     found = held(module)
     found["goal_us"] = DICT_US * found["dicts"] + TENSOR_US * found["tensors"]
-    check = next(iter(wrapped._graph_runner._calls.plain.value_checks), None)
+    check = wrapped._graph_runner._calls.plain.present.check
     parts: dict[str, Callable[[], object]] = {"moved": state.moved, "settings": layout.settings.hold}
     if check is not None:
         parts["plain"] = lambda: check.holds(vars(module))
