@@ -327,9 +327,7 @@ class GraphRunner:
         if calls.refusals.unchecked is not None and not self.carried.places:
             refused = calls.refusals.refuse_unchecked(module, args, kwargs, context)
             if refused is not None:
-                self.stats.ran_eagerly(refused.reason, refused.detail, refused.size)
-                with calls.plain.unread_run():
-                    return invoke(module, args, kwargs)
+                return self._run_unread(module, args, kwargs, refused)
         try:
             if layouts:
                 plain = calls.plain
@@ -417,15 +415,28 @@ class GraphRunner:
             plain.calls -= 1
             return self.call(module, args, kwargs)
         except CannotBind as error:
-            is_unread = error.reason is Reason.PYTHON_STATE and error.size is None  # before its batch was read
-            why = error.reason, error.detail, calls.batch_size(args, kwargs) if is_unread else error.size
-            if error.reason is Reason.ALLOCATOR:
-                self._record.refuse(error.reason)
+            refused = error
             if layout is not None and type(plan) is Refusal:
                 calls.refusals.note(plan, layout)
         except ReplayStopped as error:
             return self._finish(module, args, kwargs, error)
-        return self.run_eagerly(module, args, kwargs, *why, is_read=values is not None)
+        return self._run_refused(module, args, kwargs, refused, is_read=values is not None)
+
+    def _run_unread(self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], refused: CannotBind) -> Any:
+        """Run a call that is refused without a look at the module, and count it."""
+        self.stats.ran_eagerly(refused.reason, refused.detail, refused.size)
+        with self._calls.plain.unread_run():
+            return invoke(module, args, kwargs)
+
+    def _run_refused(
+        self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], refused: CannotBind, *, is_read: bool
+    ) -> Any:
+        """Run a refused call eagerly; `is_read` if the plain values that it finds were just read."""
+        is_unread = refused.reason is Reason.PYTHON_STATE and refused.size is None  # before its batch was read
+        size = self._calls.batch_size(args, kwargs) if is_unread else refused.size
+        if refused.reason is Reason.ALLOCATOR:
+            self._record.refuse(refused.reason)
+        return self.run_eagerly(module, args, kwargs, refused.reason, refused.detail, size, is_read=is_read)
 
     def python_state(self, module: Any) -> Hashable:
         """Return what a call finds in Python, which is equal as long as the same graphs may serve it.
