@@ -659,6 +659,13 @@ MUTANTS = [
         ("tests/integrations/transformers/test_encoding.py",),
     ),
     Mutant(
+        "an encoder's outputs are cut as from the latest length alone",
+        "integrations/transformers/encoding.py",
+        "if self._grown not in (None, grown):",
+        "if False:",
+        ("tests/integrations/transformers/test_encoding.py",),
+    ),
+    Mutant(
         "the stream is not handed over after a session",
         "program/session.py",
         "            stack.callback(self._hand_over)\n",
