@@ -415,12 +415,12 @@ class GraphRunner:
             plain.calls -= 1
             return self.call(module, args, kwargs)
         except CannotBind as error:
-            refused = error
+            why = error.reason, error.detail, error.size  # the error itself would keep this frame alive
             if layout is not None and type(plan) is Refusal:
                 calls.refusals.note(plan, layout)
         except ReplayStopped as error:
             return self._finish(module, args, kwargs, error)
-        return self._run_refused(module, args, kwargs, refused, is_read=values is not None)
+        return self._run_refused(module, args, kwargs, *why, is_read=values is not None)
 
     def _run_unread(self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], refused: CannotBind) -> Any:
         """Run a call that is refused without a look at the module, and count it."""
@@ -429,14 +429,22 @@ class GraphRunner:
             return invoke(module, args, kwargs)
 
     def _run_refused(
-        self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], refused: CannotBind, *, is_read: bool
+        self,
+        module: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        reason: Reason,
+        detail: str,
+        size: int | None,
+        *,
+        is_read: bool,
     ) -> Any:
         """Run a refused call eagerly; `is_read` if the plain values that it finds were just read."""
-        is_unread = refused.reason is Reason.PYTHON_STATE and refused.size is None  # before its batch was read
-        size = self._calls.batch_size(args, kwargs) if is_unread else refused.size
-        if refused.reason is Reason.ALLOCATOR:
-            self._record.refuse(refused.reason)
-        return self.run_eagerly(module, args, kwargs, refused.reason, refused.detail, size, is_read=is_read)
+        if reason is Reason.PYTHON_STATE and size is None:  # refused before its batch was read
+            size = self._calls.batch_size(args, kwargs)
+        if reason is Reason.ALLOCATOR:
+            self._record.refuse(reason)
+        return self.run_eagerly(module, args, kwargs, reason, detail, size, is_read=is_read)
 
     def python_state(self, module: Any) -> Hashable:
         """Return what a call finds in Python, which is equal as long as the same graphs may serve it.
