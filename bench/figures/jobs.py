@@ -116,6 +116,7 @@ def _one_gpu() -> list[Job]:
         Job(
             "h200_tail",
             _command("bench.latency", "--models", "ten-layers,resnet18,bert", "--tail", "5000"),
+            ("latency-slowest",),
             seconds=200,
         ),
         Job("h200_sleep", _command("bench.sleep"), ("sleep",), seconds=300),

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from bench.latency import guards
+from bench.latency import guards, tail
 from bench.latency.rows import ROW, WAITED
 from docs.tools import optimized
 from docs.tools.grids import grid
 from docs.tools.raw import load
 
 FILE, EARLIER = "h200_latency", ("h200_latency_84c6bcf", "h200_latency_6e56cc7")
+TAIL = "h200_tail"
 MODELS = {"ten layers": "ten linear layers"} | optimized.MODELS
 MODELS |= {"llama 24": "Llama, 24 layers", "decoder 2": "a decoder of 2 layers", "8b step": "a decode step of 8 B"}
 ARMS = {
@@ -46,6 +47,19 @@ def back_to_back() -> str:
     """Return a table of calls back to back, and one of guards."""
     found = rows()
     return _by_arm("back to back, us a call", ROW, found) + "\n\n" + _guards(found)
+
+
+def slowest() -> str:
+    """Return the table of the slowest of many waited calls."""
+    arms = {"eager": "eager", "simplegraph": "**simplegraph**", tail.UNPROVEN: "the same, `verify=0`"}
+    titles = {"p50_us": "median", "p99_us": "99th percentile", "max_us": "slowest", "proofs": "proofs"}
+    found = load(TAIL)["rows"]
+    lines = [
+        [MODELS[name], shown, *(f"{row['arms'][arm].get(figure, 0):,.0f}" for figure in titles)]
+        for name, row in found.items()
+        for arm, shown in arms.items()
+    ]
+    return grid(["model", "waited for, us", *titles.values()], lines)
 
 
 def _by_arm(title: str, figure: str, found: dict[str, Any]) -> str:

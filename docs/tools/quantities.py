@@ -48,6 +48,7 @@ QUANTITIES: dict[str, tuple[str, ...]] = {
     "serving": ("h200_serve",),
     "serving with speculation": ("h200_serve_speculation",),
     "load over HTTP": ("emulator_http_load",),
+    "the slowest waited calls": ("h200_tail",),
     "sleep": ("h200_sleep",),
     "speculative decoding": ("h200_spec_decode",),
     "rounds of speculative decoding": ("h200_spec_rounds",),

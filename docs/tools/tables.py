@@ -568,6 +568,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "model-calls": _model_calls,
     "latency": latency.waited,
     "latency-back-to-back": latency.back_to_back,
+    "latency-slowest": latency.slowest,
     "training-memory": _training_memory,
     "startup-preloaded": _preloaded,
     "mixed": _mixed,
