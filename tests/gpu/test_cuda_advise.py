@@ -23,6 +23,7 @@ ROOT = Path(advised.__file__).parents[2]
 CUDA = torch.device("cuda")
 
 
+@pytest.mark.alone
 def test_the_first_line_tells_what_a_graph_would_gain() -> None:
     """By how much is measured by `python -m bench.advise`, alone on the machine."""
     row = bench.measure(bench.AdvicePlan(("evaluation",), 200), CUDA)["programs"]["evaluation"]
