@@ -45,6 +45,9 @@ from simplegraph.guard.values import NOT_PLAIN, SCRIPTS, CompiledModule, can_be_
 _OF_TORCH = frozenset(vars(nn.Module())) | {"_simplegraph", "_simplegraph_optimized"}  # checked in other ways
 # Attributes of torch's that are guarded if no survey sees the module.
 _OF_HIDDEN = frozenset({"training", *REGISTRIES, *HOOKS})
+# With these names, code goes through all children of a module.
+_THROUGH_CHILDREN = frozenset({"children", "modules", "named_children", "named_modules", "_modules", "apply"})
+_MODULE_CONTAINERS = (nn.ModuleDict, nn.ModuleList, nn.Sequential)
 _OURS = "_simplegraph"  # the prefix of attributes that this library sets
 # Types of values that may lead to code.
 _LEADING = frozenset({types.FunctionType, types.MethodType, functools.partial, dict, list, tuple, *ALIASES})
@@ -231,13 +234,15 @@ class Holders:
         while number_read != sum(map(len, code)):  # objects that code names may have code, too
             number_read = sum(map(len, code))
             self._find(roots)
+        del self._things  # which kept objects alive
         for holder in list(self.all):
             self._read(holder)
 
-    def _find(self, roots: Sequence[SearchRoot]) -> None:
+    def _find(self, roots: Sequence[SearchRoot], left: Collection[int] = ()) -> None:
+        """Find holders; `left` are ids of the objects that are left to eager breaks, if these are known."""
         self.all: list[ValueHolder] = []
         self.root: ValueHolder | None = None
-        self.opened: set[int] = set()
+        self.opened = set(left)
         self._surveyed: set[int] = set()
         self.deaths: list[weakref.ref[Any]] = []
         self.scripts: list[str] = []
@@ -252,8 +257,32 @@ class Holders:
         )
         self._unguarded |= self.code.eager_names
         self._unguarded_keys |= self.code.eager_keys
-        self.all = [holder for holder in self.all if holder.attribute not in self._unguarded]
+        if self.code.eager_names and not left and (found := self._left_to_breaks(roots)):
+            self._find(roots, found)
+            return
+        self.opened -= set(left)  # code in graphs may lead to them
         self._open_code()
+
+    def _left_to_breaks(self, roots: Sequence[SearchRoot]) -> set[int]:
+        """Return ids of the opened objects to which only attributes lead that eager breaks alone name."""
+        names = self.code.eager_names
+        goes_through = not _THROUGH_CHILDREN.isdisjoint(self.code.names)
+        contents_of = {id(thing): (thing, contents) for thing, contents in self._things}
+        reached: set[int] = set()
+        pending = [original_of(root.thing) for root in roots]
+        while pending:
+            at = id(pending.pop())
+            if at in reached or at not in contents_of:
+                continue
+            reached.add(at)
+            thing, contents = contents_of[at]
+            is_object = kind_of(type(thing)) is object
+            pending += (item for key, item in items_of(contents) if not (is_object and key in names))
+            registry = contents["_modules"] if issubclass(type(thing), nn.Module) and "_modules" in contents else {}
+            if not (goes_through or issubclass(type(thing), _MODULE_CONTAINERS)):
+                reached.add(id(registry))
+                pending += (child for name, child in dict.items(registry) if name not in names)
+        return contents_of.keys() - reached
 
     def _read(self, holder: ValueHolder) -> None:
         for path, value in holder.read(self.opened):
@@ -289,6 +318,8 @@ class Holders:
         starts = {id(original_of(root.thing)): root for root in reversed(roots)}
         things = [(thing, contents) for thing, contents, _ in walk]
         self.opened |= {id(thing) for thing, _ in things}
+        if code is None and not are_breaks:
+            self._things = things
         kept = self._kept(things)
         ways: dict[int, _Way] = {}
         for thing, contents in things:  # each comes after the object that holds it

@@ -2249,6 +2249,20 @@ MUTANTS = [
         ("tests/graph/breaks/test_set_at_some_calls.py",),
     ),
     Mutant(
+        "what a break names is left to breaks, though code in graphs goes through all children",
+        "guard/holders.py",
+        "goes_through = not _THROUGH_CHILDREN.isdisjoint(self.code.names)",
+        "goes_through = False",
+        ("tests/graph/breaks/test_named_by_breaks.py",),
+    ),
+    Mutant(
+        "an object that is left to breaks is not opened where code in graphs leads to it",
+        "guard/holders.py",
+        "        self.opened -= set(left)  # code in graphs may lead to them\n",
+        "",
+        ("tests/graph/breaks/test_named_by_breaks.py",),
+    ),
+    Mutant(
         "keys of a dict that only a break names are not looked at",
         "guard/holders.py",
         "(_is_guarded, None, (self._unguarded_keys,))",
