@@ -45,8 +45,10 @@ from simplegraph.guard.values import NOT_PLAIN, SCRIPTS, CompiledModule, can_be_
 _OF_TORCH = frozenset(vars(nn.Module())) | {"_simplegraph", "_simplegraph_optimized"}  # checked in other ways
 # Attributes of torch's that are guarded if no survey sees the module.
 _OF_HIDDEN = frozenset({"training", *REGISTRIES, *HOOKS})
-# With these names, code goes through all children of a module.
-_THROUGH_CHILDREN = frozenset({"children", "modules", "named_children", "named_modules", "_modules", "apply"})
+# With these names, code may lead to any child of a module.
+_THROUGH_CHILDREN = frozenset(
+    {"children", "modules", "named_children", "named_modules", "get_submodule", "_modules", "apply"}
+)
 _MODULE_CONTAINERS = (nn.ModuleDict, nn.ModuleList, nn.Sequential)
 _OURS = "_simplegraph"  # the prefix of attributes that this library sets
 # Types of values that may lead to code.
@@ -152,7 +154,6 @@ class _Way:
         hides: True if no survey sees what is below it, as below slots and sets.
         is_unguarded: True if nothing below it is guarded: in objects of this library, or that refer to the module, such
             as a trainer.
-        attribute: the name of the last attribute that leads to it; items of containers have no such name.
     """
 
     name: str
@@ -164,7 +165,6 @@ class _Way:
     is_hidden: bool = False
     hides: bool = False
     is_unguarded: bool = False
-    attribute: Any = ""
 
 
 def _way_to(thing: Any, walk: Walk, ways: dict[int, _Way], starts: dict[int, SearchRoot], *, by_code: bool) -> _Way:
@@ -172,8 +172,7 @@ def _way_to(thing: Any, walk: Walk, ways: dict[int, _Way], starts: dict[int, Sea
     _, above, key, _ = walk.ways[id(thing)]
     if not above:
         start = starts[id(thing)]
-        name = start.name.rpartition(".")[2]
-        return _Way(start.name, start.find or _nothing, None if by_code else (), is_hidden=by_code, attribute=name)
+        return _Way(start.name, start.find or _nothing, None if by_code else (), is_hidden=by_code)
     owner, parent = walk.ways[above][0], ways[above]
     of_torch = issubclass(type(owner), nn.Module) and type(key) is str and key in _OF_TORCH
     is_hidden = by_code or parent.hides
@@ -184,8 +183,7 @@ def _way_to(thing: Any, walk: Walk, ways: dict[int, _Way], starts: dict[int, Sea
         keys = () if issubclass(type(thing), nn.Module) else (*(parent.keys or ()), key)
     is_unguarded = parent.is_unguarded or (type(key) is str and key.startswith(_OURS))
     find = functools.partial(_item, parent.find, base, key)
-    attribute = key if kind_of(type(owner)) is object or parent.of_torch else parent.attribute
-    return _Way(name, find, keys, owner, key, of_torch, is_hidden, is_unguarded=is_unguarded, attribute=attribute)
+    return _Way(name, find, keys, owner, key, of_torch, is_hidden, is_unguarded=is_unguarded)
 
 
 class Holders:
@@ -278,10 +276,10 @@ class Holders:
             thing, contents = contents_of[at]
             is_object = kind_of(type(thing)) is object
             pending += (item for key, item in items_of(contents) if not (is_object and key in names))
-            registry = contents["_modules"] if issubclass(type(thing), nn.Module) and "_modules" in contents else {}
-            if not (goes_through or issubclass(type(thing), _MODULE_CONTAINERS)):
-                reached.add(id(registry))
-                pending += (child for name, child in dict.items(registry) if name not in names)
+            if issubclass(type(thing), nn.Module) and not (goes_through or issubclass(type(thing), _MODULE_CONTAINERS)):
+                children = contents.get("_modules", {})
+                reached.add(id(children))  # only those are followed that code in graphs may name
+                pending += (child for name, child in dict.items(children) if name not in names)
         return contents_of.keys() - reached
 
     def _read(self, holder: ValueHolder) -> None:
@@ -293,15 +291,14 @@ class Holders:
             keys = None if holder.keys is None else (*holder.keys, *path)
             self._read(self._add(ValueHolder(name, ValueSource(value), is_container=True), keys))
 
-    def _add(self, holder: ValueHolder, keys: tuple[Any, ...] | None = None, attribute: Any = "") -> ValueHolder:
+    def _add(self, holder: ValueHolder, keys: tuple[Any, ...] | None = None) -> ValueHolder:
         """Add a holder.
 
         Args:
             holder: the holder.
             keys: they lead from a module to it; None if code leads to it.
-            attribute: the name of the last attribute that leads to it.
         """
-        holder.keys, holder.attribute = keys, attribute
+        holder.keys = keys
         while holder.name in self._names:
             holder.name += "'"
         self._names.add(holder.name)
@@ -367,7 +364,7 @@ class Holders:
         guards = functools.partial(_is_guarded, names, (self._unguarded,))
         source = ValueSource(find=way.find, is_view=True, variable=variable)
         holder = ValueHolder(way.name, source, guards, has_tensors=True)
-        self._add(holder, way.keys, way.attribute)
+        self._add(holder, way.keys)
 
     def _add_script(self, thing: Any, contents: Any, way: _Way) -> None:
         """Note a TorchScript function or module and the Python functions that it calls; add the holder of a module."""
@@ -375,7 +372,7 @@ class Holders:
         self._functions |= {id(function): function for function in contents.values()}
         if issubclass(type(thing), CompiledModule):
             source = ValueSource(find=ScriptedValues(self._reference(thing)).read, is_view=True)
-            self._add(ValueHolder(way.name, source, has_tensors=True), way.keys, way.attribute)
+            self._add(ValueHolder(way.name, source, has_tensors=True), way.keys)
 
     def _add_container(self, thing: Any, way: _Way, code: CodeBelow | None, *, is_kept: bool, of_break: bool) -> None:
         """Add the holder of a container's items, and of its attributes if its class has some."""
@@ -389,7 +386,7 @@ class Holders:
             is_container=True,
             has_tensors=way.hides,
         )
-        self._add(holder, way.keys, way.attribute)
+        self._add(holder, way.keys)
         if holder.name in self._closed:
             holder.gone = None  # the items of a closed container are not kept
             way.is_unguarded = True
@@ -460,7 +457,7 @@ class Holders:
             called -= code.values
         guards = functools.partial(_is_guarded, names, (skipped, called, self._unguarded))
         holder = self._attributes_of(thing, way.name, guards, by_code=code is not None)
-        return self._add(holder, way.keys, way.attribute)
+        return self._add(holder, way.keys)
 
     def _open_code(self) -> None:
         """Add the holders that code names: classes, globals, variables of closures, and everything below them."""

@@ -139,7 +139,6 @@ class ValueHolder:
         state: the `HolderState` when the entries were read; None before that, and if the container was gone.
         buffers: small arrays and other buffers among the values.
         keys: the keys that lead from a module to it; None if code leads to it.
-        attribute: the name of the last attribute that leads to it.
         gone: called when an item of a container without versions ends, since another object may get its id.
         surveyed: ids of modules that surveys see.
     """
@@ -165,7 +164,6 @@ class ValueHolder:
         self.gone: Callable[[Any], object] | None = None
         self.surveyed: Collection[int] = ()
         self.keys: tuple[Any, ...] | None = None
-        self.attribute: Any = ""
         self.guards = guards or (lambda key: True)
         self.is_container, self.is_wide = is_container, False
         self._is_ordered = is_container or is_ordered

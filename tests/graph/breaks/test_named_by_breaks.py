@@ -17,6 +17,7 @@ from tests.graph.breaks.models import piecewise
 pytestmark = [pytest.mark.usefixtures("inference_mode"), pytest.mark.proofs]
 
 Read = Callable[[Any], float]
+PATH = ("special",)
 
 
 class Child(nn.Module):
@@ -138,6 +139,7 @@ CASES = {
     "named children": Case(
         _of_child(lambda model: max(_number_of(m) for _, m in model.named_children() if isinstance(m, Child)))
     ),
+    "a path": Case(_of_child(lambda model: _number_of(model.get_submodule(PATH[0])))),
     "values of a ModuleDict": Case(
         lambda model: lambda model: max(map(_number_of, model.by_name.values())),
         _set(lambda model: model.by_name["special"]),
@@ -159,7 +161,6 @@ def test_what_only_a_break_names(device: torch.device, way: str, verify: int) ->
     model = Reaching()
     model.read = CASES[way].make(model)
     graphed = piecewise(model, device, capture_sizes=[4], verify=verify)
-    x = torch.zeros(4, 4, device=device)
     for changed in (False, True):
         replays = graphed.graph_stats.replays
         if changed:
