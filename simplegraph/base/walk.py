@@ -11,8 +11,10 @@ import collections
 import contextlib
 import contextvars
 import dataclasses
+import dis
 import functools
 import gc
+import importlib.util
 import itertools
 import sys
 import threading
@@ -54,6 +56,7 @@ _OF_C = frozenset(
     {"__dict__", "__dictoffset__", "__vectorcalloffset__", "__weaklistoffset__"}
 )  # members of classes written in C
 _CONSTANT = frozenset({property, types.GenericAlias})  # classes whose members do not change; those of subclasses may
+_IMPORT = dis.opmap["IMPORT_NAME"]
 _RUNNER = "_simplegraph"  # the attribute of a wrapper, which is not the user's
 # Classes of `Class[int]`, which leads to the class; the second is private to Python.
 ALIASES = frozenset({types.GenericAlias, getattr(typing, "_GenericAlias", types.GenericAlias)})
@@ -454,12 +457,14 @@ def _beyond_function(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
     """Yield a function's file, the globals that it names in this and other files, its closure and its defaults."""
     names, code = sorted(names_in(function.__code__)), function.__code__
     cells = list(zip(code.co_freevars, function.__closure__ or (), strict=True))
-    files = [function.__globals__, *_files_in(held_by(cell).get("cell_contents") for _, cell in cells)]
+    imported = map(sys.modules.get, imports_in(code, function.__globals__.get("__package__")))
+    things = (*imported, *(held_by(cell).get("cell_contents") for _, cell in cells))
+    files = [function.__globals__, *_files_in(things)]
     yield "__globals__", function.__globals__
     for file in files:  # the list grows meanwhile
-        things = [(name, file[name]) for name in names if name in file]
-        files += [one for one in _files_in(thing for _, thing in things) if not any(one is other for other in files)]
-        yield from ((f"the global {name} of {file.get('__name__')}", thing) for name, thing in things)
+        named = [(name, file[name]) for name in names if name in file]
+        files += [one for one in _files_in(thing for _, thing in named) if not any(one is other for other in files)]
+        yield from ((f"the global {name} of {file.get('__name__')}", thing) for name, thing in named)
     yield from ((f"the variable {name} in the closure of {function.__qualname__}", cell) for name, cell in cells)
     for defaults in (function.__defaults__, function.__kwdefaults__):
         yield f"a default argument of {function.__qualname__}", defaults
@@ -474,6 +479,20 @@ def names_in(code: types.CodeType) -> set[str]:
     return set(code.co_names).union(
         *(names_in(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
     )
+
+
+@functools.lru_cache(maxsize=4096)
+def imports_in(code: types.CodeType, package: str | None) -> frozenset[str]:
+    """Return the names of the Python modules that code of a package imports, inner functions included."""
+    inner = (imports_in(constant, package) for constant in code.co_consts if isinstance(constant, types.CodeType))
+    names = set[str]()
+    if _IMPORT in code.co_code[::2]:  # few functions import, and their instructions take long to list
+        steps = list(dis.get_instructions(code))
+        for level, listed, step in zip(steps, steps[1:], steps[2:], strict=False):
+            if step.opcode == _IMPORT and (package or not level.argval):
+                name = importlib.util.resolve_name("." * level.argval + step.argval, package)
+                names.add(name if listed.argval else name.partition(".")[0])
+    return frozenset(names).union(*inner)
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

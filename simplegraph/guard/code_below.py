@@ -8,30 +8,47 @@ import functools
 import itertools
 import sys
 import types
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
+from torch._library.custom_ops import OPDEFS
 
 from simplegraph.base.nested import ATOMS
 from simplegraph.base.objects import attribute_of, by_class, class_member, own_dict
-from simplegraph.base.walk import ALIASES, CLASS_REGISTRIES, DEPTH, MAX_WIDTH, held_by, is_break, is_closed, names_in
+from simplegraph.base.walk import (
+    ALIASES,
+    CLASS_REGISTRIES,
+    DEPTH,
+    MAX_WIDTH,
+    held_by,
+    imports_in,
+    is_break,
+    is_closed,
+    names_in,
+)
 
-_INNER = ("__func__", "fget", "func", "__wrapped__")  # attributes in which methods and wrappers hold their function
+# Attributes in which methods, properties and wrappers hold their functions.
+_INNER = ("__func__", "fget", "fset", "fdel", "func", "__wrapped__")
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 _FLAGS_METHODS = sys.version_info >= (3, 12)  # LOAD_ATTR has a bit that tells if it loads a method
-_NOT_CALLED = frozenset(
+# Methods that make, copy, show and change objects. A module's are called before and after its calls.
+_MAKING = frozenset(
     f"__{name}__"
     for name in (
-        *("init", "new", "init_subclass", "del", "repr", "str", "dir", "setattr", "delattr"),
-        *("reduce", "getstate", "setstate", "copy", "deepcopy"),
+        *("init", "new", "post_init", "init_subclass", "del", "repr", "str", "dir", "setattr", "delattr"),
+        *("reduce", "reduce_ex", "getstate", "setstate", "getnewargs", "getnewargs_ex", "copy", "deepcopy"),
     )
 )
-# The methods that operators, statements and built-in functions call.
-OPERATORS = frozenset(
+_CONSTRUCTING = frozenset({"__init__", "__new__", "__post_init__"})
+_BY_AUTOGRAD = frozenset({"backward", "vjp", "jvp", "vmap", "setup_context"})  # methods of torch.autograd.Function
+# All methods that operators, statements, built-in functions and autograd call.
+SPECIAL_METHODS = frozenset(
     f"__{name}__"
     for name in (
-        *("call", "getattr", "getattribute", "get", "set", "enter", "exit", "instancecheck", "torch_function"),
+        *("call", "getattr", "getattribute", "get", "set", "enter", "exit", "class_getitem"),
+        *("instancecheck", "subclasscheck", "torch_function", "torch_dispatch", "bytes", "length_hint"),
         *("getitem", "setitem", "delitem", "missing", "contains", "len", "iter", "next", "reversed", "hash", "format"),
         *("bool", "index", "int", "float", "complex", "abs", "neg", "pos", "invert", "round", "trunc", "floor", "ceil"),
         *("eq", "ne", "lt", "le", "gt", "ge"),
@@ -44,7 +61,7 @@ OPERATORS = frozenset(
             )
         ),
     )
-)
+).union(_MAKING, _BY_AUTOGRAD)
 _FILLING = frozenset({"append", "appendleft", "extend", "add", "update"})
 _METHOD_LOADS = frozenset({"LOAD_METHOD", "LOAD_ATTR"})
 _NO_LOADS = frozenset({"LOAD_CLOSURE", "COPY_FREE_VARS", "MAKE_CELL", "CACHE", "PRECALL", "EXTENDED_ARG", "LOAD_CONST"})
@@ -52,10 +69,11 @@ _SETTING = frozenset({"setattr", "__setattr__", "delattr", "vars", "__dict__"}) 
 _STORES = frozenset({"STORE_ATTR", "DELETE_ATTR", "STORE_GLOBAL", "DELETE_GLOBAL", "STORE_NAME", "STORE_DEREF"})
 _ITEM_STORES = frozenset({"STORE_SUBSCR", "DELETE_SUBSCR"})
 _CHANGING = frozenset({"update", "setdefault", "pop", "popitem", "clear", "move_to_end", "__setitem__", "__delitem__"})
-_COMPUTING = frozenset({"getattr", "vars", "__dict__", "__getattribute__", "attrgetter"})
+_COMPUTING = frozenset({"getattr", "vars", "__dict__", "__getattribute__", "attrgetter", "asdict", "astuple"})
 _CONTAINERS = "torch.nn.modules.container"
 _MAX_FUNCTIONS = 2_000
 _TABLES = frozenset({dict, list, tuple})
+_WITH_CODE = (types.FunctionType, types.MethodType, type, nn.Module)  # callable objects whose code is read
 
 
 class CodeNames(NamedTuple):
@@ -64,12 +82,14 @@ class CodeNames(NamedTuple):
     Attributes:
         all: names of attributes and globals, and strings; globals: names of globals.
         values: all except names that are only called as methods; texts: strings.
+        loaded: names that are not only set.
     """
 
     all: frozenset[str]
     globals: frozenset[str]
     values: frozenset[str]
     texts: frozenset[str]
+    loaded: frozenset[str]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -80,11 +100,13 @@ def names_of(code: types.CodeType) -> CodeNames:
     steps = [step for step in dis.get_instructions(code) if step.opcode in dis.hasname]
     named = frozenset(step.argval for step in steps if step.opname.endswith(("_GLOBAL", "_NAME")))
     values = frozenset(step.argval for step in steps if not _is_method(step))
+    loaded = frozenset(step.argval for step in steps if step.opname not in _STORES)
     return CodeNames(
         frozenset(code.co_names).union(texts, *(inner_names.all for inner_names in inner)),
         named.union(*(inner_names.globals for inner_names in inner)),
         values.union(texts, *(inner_names.values for inner_names in inner)),
         texts.union(*(inner_names.texts for inner_names in inner)),
+        loaded.union(*(inner_names.loaded for inner_names in inner)),
     )
 
 
@@ -195,6 +217,7 @@ class CodeBelow:
     ) -> None:
         self._breaks = None if breaks else list[Any]()
         self.names, self.values = set(called), set[str]()
+        self._followed = set(called)  # names whose methods are read
         self.classes: dict[int, type] = {}
         self.files: dict[int, tuple[dict[str, Any], set[str]]] = {}
         self.cells: list[tuple[str, types.CellType]] = []
@@ -215,9 +238,13 @@ class CodeBelow:
         if self._breaks or further:
             self._eager = CodeBelow([*classes, *further], [*(self._breaks or ()), *functions_of_breaks], breaks=True)
         # Operators of torch's containers are always read, and set children alone: `ModuleList.__setitem__`.
-        code = [function.__code__ for function in self.functions if function.__module__ != _CONTAINERS]
-        self._sets_any = any(not _SETTING.isdisjoint(names_of(each).all) for each in code)
-        self._set = frozenset[str]().union(*map(set_in, code))
+        setting = [function for function in self.functions if function.__module__ != _CONTAINERS]
+        self._sets_any = any(
+            not _SETTING.isdisjoint(names_of(function.__code__).all)
+            for function in setting
+            if function.__name__ not in _MAKING
+        )
+        self._set = frozenset[str]().union(*(set_in(function.__code__) for function in setting))
         self.has_breaks, self.eager_names = self._eager is not None, set[str]()
         self.eager_keys = set[str]()
         if self._eager is not None and not self.computes_names:
@@ -245,14 +272,19 @@ class CodeBelow:
 
     def _add_class(self, kind: type, away: int) -> None:
         metaclass: type = type(kind)
+        is_module, is_function = issubclass(kind, nn.Module), issubclass(kind, torch.autograd.Function)
+        called = _BY_AUTOGRAD if is_function else {"__init__"}
+        not_called = _MAKING if is_module else ()
         for base in (*kind.__mro__, *metaclass.__mro__):  # both have attributes of the class
             is_layer = not away and issubclass(base, nn.Module) and base is not nn.Module  # torch's own, too
             if id(base) in self.classes or (is_closed(base.__module__) and not is_layer):
                 continue
             self.classes[id(base)] = base
             for name, member in list(vars(base).items()):
-                is_operator = name.startswith("__") and name.endswith("__") and name not in _NOT_CALLED
-                if name in self.names or is_operator:
+                if name == "__init__" and is_module and not away:
+                    continue  # the module exists; constructors of other classes name it
+                is_special = name.startswith("__") and name.endswith("__") and name not in not_called
+                if name in self._followed or is_special or name in called:
                     self._add(member, away)
                 else:
                     self._members[name].append((member, away))
@@ -268,7 +300,8 @@ class CodeBelow:
         elif away <= DEPTH:
             self._to_read += ((inner, away) for inner in functions_in(member) if type(inner) is types.FunctionType)
             for item in _items_of_table(member):
-                if functions_in(item):
+                is_inner_table = type(item) is dict and type(member) not in _TABLES
+                if is_inner_table or issubclass(type(item), type) or functions_in(item):
                     self._add(item, away + 1)
 
     def _read_code(self, function: types.FunctionType, away: int) -> None:
@@ -298,45 +331,56 @@ class CodeBelow:
             names = names | names_of(code).all
         if not is_library:
             self._add_globals(file, names & file.keys(), function, away)
-        self.values |= names_of(code).values
-        for name in names_of(code).all - self.names:
-            self.names.add(name)
+        for name, operation in list(OPDEFS.items()) if "ops" in names else ():  # torch.ops.library.name
+            if names.issuperset(name.split("::")):
+                self._add(operation, away)
+        read = names_of(code)
+        if function.__name__ in _MAKING:  # it sets attributes of new objects, or shows and copies all of an object
+            loaded = read.loaded - _COMPUTING if function.__name__ in _CONSTRUCTING else frozenset[str]()
+            self.names |= loaded
+            self.values |= loaded & read.values
+        else:
+            self.names |= read.all
+            self.values |= read.values
+        for name in read.all - self._followed:
+            self._followed.add(name)
             for member, of_class in self._members.pop(name, ()):
                 self._add(member, of_class)
 
     def _add_globals(self, file: dict[str, Any], names: Iterable[str], function: Any, away: int) -> None:
         guarded = self.files.setdefault(id(file), (file, set()))[1]
-        package = str(file.get("__name__")).partition(".")[0]
+        package, read = str(file.get("__name__")).partition(".")[0], names_of(function.__code__)
+        things = [file.get(name) for name in names]
+        if file is function.__globals__:
+            things += map(sys.modules.get, imports_in(function.__code__, file.get("__package__")))
+        for thing in things:
+            inner = own_dict(thing) if issubclass(type(thing), types.ModuleType) else None
+            if inner is not None and not is_closed(inner.get("__name__")) and inner is not file and away < DEPTH:
+                # A number is not read if its name is only called.
+                numbers = {name for name in read.all - read.values if issubclass(type(inner.get(name)), ATOMS)}
+                self._add_globals(inner, (read.all - numbers) & inner.keys(), function, away + 1)
         for name in names:
-            if (package, name) in CLASS_REGISTRIES:
-                continue
             value: Any = file.get(name)
             kind = type(value)
-            if issubclass(kind, types.ModuleType):
-                inner = own_dict(value) or {}
-                if not is_closed(inner.get("__name__")) and inner is not file and away < DEPTH:
-                    self._add_globals(inner, _read_of_file(names_of(function.__code__), inner), function, away + 1)
+            if (package, name) in CLASS_REGISTRIES or issubclass(kind, types.ModuleType):
                 continue
             if issubclass(kind, type) or kind in ALIASES:
                 self._add(value, away)
-            elif functions_in(value) or kind in _TABLES:
+            elif functions_in(value) or kind in _TABLES or _items_of_table(value):
                 self._add(value, away + 1)
-            elif file is function.__globals__ and not names_of(function.__code__).globals & {name, "globals"}:
+            elif file is function.__globals__ and not read.globals & {name, "globals"}:
                 continue  # an attribute of the same name
-            is_global = file is function.__globals__ and name in names_of(function.__code__).globals
+            is_global = file is function.__globals__ and name in read.globals
             if not (is_global and only_fills(function.__code__, name)):
                 guarded.add(name)
 
 
-def _read_of_file(names: CodeNames, file: dict[str, Any]) -> set[str]:
-    """Return the names of another file that code may read. A number is none if its name is only called."""
-    return {name for name in names.all & file.keys() if name in names.values or not issubclass(type(file[name]), ATOMS)}
-
-
-def _items_of_table(member: Any) -> Iterable[Any]:
-    """Return the items of a container of functions, such as a table of activations, or the arguments of a partial."""
-    if issubclass(type(member), functools.partial):
+def _items_of_table(member: Any) -> Sequence[Any]:
+    """Return what may be functions in a table of activations and the like, a partial, or a callable of a library."""
+    kind = type(member)
+    if issubclass(kind, functools.partial):
         return (*member.args, *member.keywords.values())
-    if type(member) not in _TABLES or len(member) > MAX_WIDTH:
-        return ()
-    return list(member.values()) if type(member) is dict else list(member)
+    if kind in _TABLES and len(member) <= MAX_WIDTH:
+        return list(member.values()) if kind is dict else list(member)
+    is_wrapper = is_closed(kind.__module__) and (callable(member) or is_descriptor(kind))
+    return list((own_dict(member) or {}).values()) if is_wrapper and not issubclass(kind, _WITH_CODE) else ()

@@ -29,7 +29,7 @@ from simplegraph.base.nested import ATOMS
 from simplegraph.base.objects import PROXIES, attribute_of, behind, class_member, own_dict
 from simplegraph.base.patches import original_of
 from simplegraph.base.reasons import CannotBind, Reason
-from simplegraph.base.walk import MAX_BEYOND_CODE, Policy, Walk, is_library
+from simplegraph.base.walk import MAX_BEYOND_CODE, Policy, Walk, imports_in, is_library
 from simplegraph.guard.carried import carried_by
 from simplegraph.guard.code_below import CodeNames, functions_in, is_descriptor, is_packaged, names_of
 from simplegraph.manager.stats import CaptureSummary, GraphReport, GraphStats
@@ -159,7 +159,10 @@ class Reach:
         self._names |= names.all
         self._values |= names.values
         self._add(function.__qualname__, [function], 0, function)
-        self._add_all("", function.__globals__, sorted(names.globals & function.__globals__.keys()))
+        file = function.__globals__
+        self._add_all("", file, sorted(names.globals & file.keys()))
+        for name in sorted(imports_in(code, file.get("__package__")) & sys.modules.keys()):
+            self._pending.append((sys.modules[name], name))
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
             self._add(name, Attributes(cell), "cell_contents", cell)
         defaults, keywords = function.__defaults__ or (), function.__kwdefaults__ or {}

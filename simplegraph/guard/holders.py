@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Sequence, Sized
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
+from torch._library.custom_ops import CustomOpDef
 
 from simplegraph.base.nested import ATOMS
 from simplegraph.base.objects import by_class, class_dict, class_member, own_dict
@@ -36,7 +37,7 @@ from simplegraph.base.walk import (
     kind_of,
     slots_of,
 )
-from simplegraph.guard.code_below import OPERATORS, CodeBelow, is_packaged
+from simplegraph.guard.code_below import SPECIAL_METHODS, CodeBelow, is_packaged
 from simplegraph.guard.links import HOOKS, REGISTRIES
 from simplegraph.guard.scripted import ScriptedValues, python_below
 from simplegraph.guard.value_check import ValueHolder, ValueSource
@@ -52,7 +53,9 @@ _THROUGH_CHILDREN = frozenset(
 _MODULE_CONTAINERS = (nn.ModuleDict, nn.ModuleList, nn.Sequential)
 _OURS = "_simplegraph"  # the prefix of attributes that this library sets
 # Types of values that may lead to code.
-_LEADING = frozenset({types.FunctionType, types.MethodType, functools.partial, dict, list, tuple, *ALIASES})
+_LEADING = frozenset(
+    {types.FunctionType, types.MethodType, functools.partial, CustomOpDef, dict, list, tuple, *ALIASES}
+)
 _VALUES = frozenset({"LOAD_CONST", "LOAD_SMALL_INT", "LOAD_GLOBAL", "LOAD_FAST", "LOAD_FAST_BORROW"})
 _NO_WORK = frozenset({"RESUME", "NOP", "CACHE", "RETURN_CONST", "RETURN_VALUE"})
 _WITH_INIT = (
@@ -515,10 +518,11 @@ def _is_guarded(names: Collection[str] | None, skipped: Sequence[Collection[str]
 
 
 def _is_named(names: Collection[str] | None, key: Any) -> bool:
-    """True for attributes of classes that code names, and for methods that operators call."""
-    if key.startswith("__") and key.endswith("__"):
-        return key in OPERATORS
-    return names is None or key in names
+    """True for attributes of classes that code names, and for methods that are called without their names."""
+    if key in SPECIAL_METHODS:
+        return True
+    is_special = key.startswith("__") and key.endswith("__")
+    return not is_special and (names is None or key in names)
 
 
 def _item(find: Callable[[], Any], base: Any, key: Any) -> Any:

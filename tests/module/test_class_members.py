@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import types
 from collections.abc import Callable
 from typing import Any
@@ -33,6 +34,9 @@ def _scaled(kind: str, number: float) -> Any:
         "of_class": classmethod(lambda cls: number),
         "static": staticmethod(lambda: number),
         "method": lambda self: number,
+        "__init__": lambda self: setattr(self, "made", number),
+        "__str__": lambda self: str(number),
+        "__copy__": lambda self: number,
     }[kind]
 
 
@@ -55,6 +59,9 @@ READ: dict[str, Callable[[Any, Tensor], Any]] = {
     "of_class": lambda scale, x: x * scale.of_class(),
     "static": lambda scale, x: x * scale.static(),
     "method": lambda scale, x: x * scale.method(),
+    "__init__": lambda scale, x: x * type(scale)().made,
+    "__str__": lambda scale, x: x * float(str(scale)),
+    "__copy__": lambda scale, x: x * copy.copy(scale),
 }
 
 
