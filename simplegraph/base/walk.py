@@ -57,6 +57,7 @@ _OF_C = frozenset(
 )  # members of classes written in C
 _CONSTANT = frozenset({property, types.GenericAlias})  # classes whose members do not change; those of subclasses may
 _IMPORT = dis.opmap["IMPORT_NAME"]
+_IMPORTING = frozenset({"modules", "import_module", "__import__"})  # with a text: sys.modules[text]
 _RUNNER = "_simplegraph"  # the attribute of a wrapper, which is not the user's
 # Classes of `Class[int]`, which leads to the class; the second is private to Python.
 ALIASES = frozenset({types.GenericAlias, getattr(typing, "_GenericAlias", types.GenericAlias)})
@@ -492,6 +493,8 @@ def imports_in(code: types.CodeType, package: str | None) -> frozenset[str]:
             if step.opcode == _IMPORT and (package or not level.argval):
                 name = importlib.util.resolve_name("." * level.argval + step.argval, package)
                 names.add(name if listed.argval else name.partition(".")[0])
+    if not _IMPORTING.isdisjoint(code.co_names):
+        names.update(constant for constant in code.co_consts if type(constant) is str)
     return frozenset(names).union(*inner)
 
 

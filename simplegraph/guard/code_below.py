@@ -359,6 +359,7 @@ class CodeBelow:
                 # A number is not read if its name is only called.
                 numbers = {name for name in read.all - read.values if issubclass(type(inner.get(name)), ATOMS)}
                 self._add_globals(inner, (read.all - numbers) & inner.keys(), function, away + 1)
+                self._add(inner.get("__getattr__"), away + 1)  # which makes the other globals
         for name in names:
             value: Any = file.get(name)
             kind = type(value)

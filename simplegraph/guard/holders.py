@@ -8,6 +8,7 @@ import dis
 import functools
 import gc
 import itertools
+import os
 import threading
 import types
 import weakref
@@ -51,6 +52,7 @@ _THROUGH_CHILDREN = frozenset(
     {"children", "modules", "named_children", "named_modules", "get_submodule", "_modules", "apply"}
 )
 _MODULE_CONTAINERS = (nn.ModuleDict, nn.ModuleList, nn.Sequential)
+_OF_ENVIRONMENT = frozenset({"environ", "getenv"})
 _OURS = "_simplegraph"  # the prefix of attributes that this library sets
 # Types of values that may lead to code.
 _LEADING = frozenset(
@@ -89,6 +91,11 @@ _WITH_CONTEXT: dict[type, Callable[[Any], dict[str, Any]]] = {
 }
 
 
+def _attributes_of_tensor(tensor: Tensor) -> dict[str, Any] | None:
+    """Return the attributes of a tensor; None if it has none, as most."""
+    return own_dict(tensor) or None
+
+
 def _unseen(_: threading.local) -> dict[str, Any]:
     """Return no values: reading them in a new thread would run the user's ``__init__``."""
     return {}
@@ -112,7 +119,7 @@ def _context_of(kind: type) -> Callable[[Any], dict[str, Any]] | None:
 
 @by_class
 def _opens(kind: type) -> Any:
-    """Return how walks open objects of a class, as `kind_of` does, but for tensors: they lead to no plain values."""
+    """Return how walks open objects of a class, as `kind_of` does, but for tensors: only their attributes matter."""
     if kind is Door:
         return None
     if kind in _VIEWS:
@@ -122,7 +129,7 @@ def _opens(kind: type) -> Any:
     if (context := _context_of(kind)) is not None:
         return context
     base = kind_of(kind)
-    return None if base is Tensor else base
+    return _attributes_of_tensor if base is Tensor else base
 
 
 @by_class
@@ -180,7 +187,7 @@ def _way_to(thing: Any, walk: Walk, ways: dict[int, _Way], starts: dict[int, Sea
     of_torch = issubclass(type(owner), nn.Module) and type(key) is str and key in _OF_TORCH
     is_hidden = by_code or parent.hides
     name = parent.name if of_torch and not is_hidden else dotted(parent.name, key)
-    base = dict if kind_of(type(owner)) in (object, OPAQUE) else kind_of(type(owner))
+    base = dict if kind_of(type(owner)) in (object, OPAQUE, Tensor) else kind_of(type(owner))
     keys: tuple[Any, ...] | None = None
     if not by_code:
         keys = () if issubclass(type(thing), nn.Module) else (*(parent.keys or ()), key)
@@ -277,7 +284,7 @@ class Holders:
                 continue
             reached.add(at)
             thing, contents = contents_of[at]
-            is_object = kind_of(type(thing)) is object
+            is_object = kind_of(type(thing)) in (object, Tensor)
             pending += (item for key, item in items_of(contents) if not (is_object and key in names))
             if issubclass(type(thing), nn.Module) and not (goes_through or issubclass(type(thing), _MODULE_CONTAINERS)):
                 children = contents.get("_modules", {})
@@ -340,6 +347,13 @@ class Holders:
                 holder.has_tensors |= way.is_hidden
                 way.find, way.hides = holder.find, holder.has_tensors
                 way.is_unguarded = not is_module and any(it is self._module for it in contents.values())
+            elif issubclass(type(thing), Tensor):
+                # Surveys see the tensors among the attributes of plain tensors, and nothing else.
+                by_code, is_seen = code is not None, type(thing) in (Tensor, nn.Parameter)
+                names = code.names if code is not None and not code.computes_names else None
+                guards = functools.partial(_is_guarded, names, (self._unguarded,))
+                holder = self._attributes_of(thing, way.name, guards, by_code=by_code or not is_seen)
+                way.find, way.hides = self._add(holder, way.keys).find, True
             elif issubclass(type(thing), tuple):
                 way.hides = way.is_hidden
             elif not way.of_torch or (way.is_hidden and way.key in _OF_HIDDEN):
@@ -403,7 +417,7 @@ class Holders:
         for thing, contents in reversed(things):  # inner containers come last in `things`
             values = contents.values() if isinstance(contents, dict) else contents
             if (
-                kind_of(type(thing)) is not object
+                kind_of(type(thing)) not in (object, Tensor)
                 and len(values) <= MAX_WIDTH
                 and all(id(value) in kept or value_key(value) is not NOT_PLAIN for value in values)
             ):
@@ -492,6 +506,8 @@ class Holders:
             for function in code.own
             if not is_packaged(function.__code__)
         ]
+        if not _OF_ENVIRONMENT.isdisjoint(code.names):
+            holders.append(ValueHolder("os.environ", ValueSource(vars(os.environ)["_data"]), is_container=True))
         libraries = {str(base.__module__).partition(".")[0] for kind in self._classes for base in kind.__mro__}
         readers = {LIBRARY_SETTINGS[name]: None for name in sorted(LIBRARY_SETTINGS.keys() & libraries)}
         holders += [ValueHolder("settings of a library", ValueSource(find=read, is_view=True)) for read in readers]

@@ -6,6 +6,8 @@ import copy
 import dataclasses
 import functools
 import importlib
+import os
+import sys
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -294,6 +296,72 @@ def test_what_is_imported_inside_a_function(
     settings: Any = importlib.import_module(f"{package}.inner.settings")
     graphed = sg.wrap(model if kind == "module" else model.forward, capture_sizes=[2], progress=False)
     _check(graphed, device, change=lambda number: setattr(settings, "number", number))
+
+
+VARIABLE = "SIMPLEGRAPH_TESTS"
+LAZY = f"""
+import os
+
+VALUES = {{"number": lambda: float(os.environ["{VARIABLE}"])}}
+
+def __getattr__(name):
+    return VALUES[name]()
+"""
+
+
+@pytest.fixture
+def looked_up(monkeypatch: pytest.MonkeyPatch) -> Any:
+    module: Any = types.ModuleType("looked_up")
+    module.number = 1.0
+    monkeypatch.setitem(sys.modules, "looked_up", module)
+    return module
+
+
+@pytest.mark.usefixtures("no_grad")
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda _: sys.modules["looked_up"].number,
+        lambda _: importlib.import_module("looked_up").number,
+        lambda _: __import__("looked_up").number,
+    ],
+)
+def test_what_a_module_of_python_has_that_is_looked_up_by_its_name(
+    read: Callable[[Any], float], device: torch.device, looked_up: Any
+) -> None:
+    graphed = sg.wrap(Reading(None, read).eval(), capture_sizes=[2], progress=False)
+    _check(graphed, device, change=lambda number: setattr(looked_up, "number", number))
+
+
+@pytest.mark.usefixtures("no_grad")
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda _: float(os.environ[VARIABLE]),
+        lambda _: float(os.environ.get(VARIABLE, "1")),
+        lambda _: float(os.getenv(VARIABLE, "1")),
+        lambda _: sys.modules["looked_up"].number,
+    ],
+)
+def test_the_environment(
+    read: Callable[[Any], float], device: torch.device, looked_up: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    del looked_up.number
+    exec(LAZY, vars(looked_up))
+    graphed = sg.wrap(Reading(None, read).eval(), capture_sizes=[2], progress=False)
+    _check(graphed, device, change=lambda number: monkeypatch.setenv(VARIABLE, str(number)))
+
+
+@pytest.mark.usefixtures("no_grad")
+def test_a_variable_that_the_environment_gets(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = Reading(None, lambda _: 3.0 if VARIABLE in os.environ else 1.0)
+    graphed = sg.wrap(read.eval(), capture_sizes=[2], progress=False)
+
+    def change(number: float) -> None:
+        if number == 3.0:
+            monkeypatch.setenv(VARIABLE, "on")
+
+    _check(graphed, device, change=change)
 
 
 class Backward(torch.autograd.Function):

@@ -232,6 +232,20 @@ MUTANTS = [
         ("tests/graph/breaks/test_arguments.py", "tests/module/test_reached_code.py"),
     ),
     Mutant(
+        "the environment is not looked at",
+        "guard/holders.py",
+        "        if not _OF_ENVIRONMENT.isdisjoint(code.names):\n",
+        "        if False:\n",
+        ("tests/module/test_reached_code.py",),
+    ),
+    Mutant(
+        "attributes of tensors are not looked at",
+        "guard/holders.py",
+        "    return own_dict(tensor) or None\n",
+        "    return None\n",
+        ("tests/module/test_tensor_attributes.py",),
+    ),
+    Mutant(
         "a property at the address of an earlier one counts as the same",
         "guard/values.py",
         "    if type(value) in _OF_FUNCTIONS:\n",
