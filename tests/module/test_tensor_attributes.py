@@ -93,7 +93,8 @@ def test_an_attribute_that_keeps_changing_and_that_no_code_reads_costs_no_replay
 def test_a_breaks_attribute_of_a_tensor_is_not_looked_at(device: torch.device) -> None:
     @sg.eager_break
     def scaled(x: Tensor, weight: Any) -> Tensor:
-        return x * weight.by_break
+        scale: float = weight.by_break
+        return x * scale
 
     class Broken(nn.Module):
         def __init__(self) -> None:
