@@ -68,6 +68,7 @@ _NO_LOADS = frozenset({"LOAD_CLOSURE", "COPY_FREE_VARS", "MAKE_CELL", "CACHE", "
 _SETTING = frozenset({"setattr", "__setattr__", "delattr", "vars", "__dict__"})  # by computed names
 _STORES = frozenset({"STORE_ATTR", "DELETE_ATTR", "STORE_GLOBAL", "DELETE_GLOBAL", "STORE_NAME", "STORE_DEREF"})
 _ITEM_STORES = frozenset({"STORE_SUBSCR", "DELETE_SUBSCR"})
+_CONSTANT_KEYS = frozenset({"LOAD_CONST", "BUILD_SLICE"})
 _CHANGING = frozenset({"update", "setdefault", "pop", "popitem", "clear", "move_to_end", "__setitem__", "__delitem__"})
 _COMPUTING = frozenset({"getattr", "vars", "__dict__", "__getattribute__", "attrgetter", "asdict", "astuple"})
 _CONTAINERS = "torch.nn.modules.container"
@@ -142,11 +143,15 @@ def set_in(code: types.CodeType) -> frozenset[str]:
 def keys_set_in(code: types.CodeType) -> frozenset[str]:
     """Return the texts that code may set or remove as keys of dicts, inner functions included."""
     inner = (keys_set_in(value) for value in code.co_consts if issubclass(type(value), types.CodeType))
-    steps = list(dis.get_instructions(code))
-    set_here = {key.argval for key, step in itertools.pairwise(steps) if step.opname in _ITEM_STORES}
-    keys = {key for key in set_here if issubclass(type(key), str)}
+    pairs = list(itertools.pairwise(dis.get_instructions(code)))
+    by_constant = [key.argval for key, step in pairs if step.opname in _ITEM_STORES and key.opname == "LOAD_CONST"]
+    keys = {key for key in by_constant if issubclass(type(key), str)}
     if not _CHANGING.isdisjoint(code.co_names):
         keys.update(_texts_in(code.co_consts))
+    elif any(step.opname in _ITEM_STORES and key.opname not in _CONSTANT_KEYS for key, step in pairs):
+        # By a variable, such as one that goes through a tuple. A text that only looks up an item is no key of these.
+        loaded = (key.argval for key, step in pairs if key.opname == "LOAD_CONST" and step.opname != "BINARY_SUBSCR")
+        keys.update(_texts_in(loaded))
     return frozenset(keys).union(*inner)
 
 

@@ -530,6 +530,8 @@ def changes_between(before: Mapping[str, Entries], now: Mapping[str, Entries]) -
         for key in old.keys() | new.keys():
             if old.get(key, ABSENT) != new.get(key, ABSENT):
                 changes[name, key] = old.get(key, ABSENT), new.get(key, ABSENT)
+        if old.keys() == new.keys() and list(old) != list(new):
+            changes[name, ORDER] = tuple(old), tuple(new)
     return changes
 
 

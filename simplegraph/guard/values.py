@@ -246,6 +246,8 @@ def is_among(place: Place, places: Set[Place]) -> bool:
 def place_name(place: Place) -> str:
     """Return the name of a place, for messages."""
     holder, key = place
+    if key is ORDER:
+        return f"the order of {holder}"
     return dotted(holder, key[1] if type(key) is tuple else key)  # a key of a dict has its class beside it
 
 

@@ -246,6 +246,20 @@ MUTANTS = [
         ("tests/module/test_tensor_attributes.py",),
     ),
     Mutant(
+        "a dict that a break only reorders counts as unchanged",
+        "guard/plain_state.py",
+        "        if old.keys() == new.keys() and list(old) != list(new):\n",
+        "        if False:\n",
+        ("tests/graph/breaks/test_set_at_some_calls.py",),
+    ),
+    Mutant(
+        "keys that a break sets by a variable are not looked at",
+        "guard/code_below.py",
+        "        keys.update(_texts_in(loaded))\n",
+        "        pass\n",
+        ("tests/graph/breaks/test_set_at_some_calls.py",),
+    ),
+    Mutant(
         "a property at the address of an earlier one counts as the same",
         "guard/values.py",
         "    if type(value) in _OF_FUNCTIONS:\n",

@@ -383,15 +383,23 @@ def test_numbers_of_a_module_that_is_a_break(device: torch.device, setter: str, 
 class Listing(nn.Module):
     """Goes through a dict in one of these ways; its break alone names a key of it."""
 
-    def __init__(self, way: str) -> None:
+    def __init__(self, way: str, *, by_variable: bool) -> None:
         super().__init__()
         self.way, self.factors = way, {"one": 1.0}
+        self.set = self.set_by_variable if by_variable else self.set_by_name
 
     @sg.eager_break
     def look(self, x: Tensor) -> Tensor:
         if float(x[0, 0]) > 0:
-            self.factors["other"] = 3.0
+            self.set()
         return x.clone()
+
+    def set_by_name(self) -> None:
+        self.factors["other"] = 3.0
+
+    def set_by_variable(self) -> None:
+        for key in ("another", "last"):
+            self.factors[key] = 3.0
 
     def one_or(self, one: float, **others: float) -> float:
         return one + sum(others.values())
@@ -410,9 +418,10 @@ class Listing(nn.Module):
 
 
 @pytest.mark.parametrize("verify", [0, 1])
+@pytest.mark.parametrize("by_variable", [False, True])
 @pytest.mark.parametrize("way", ["its values", "its length", "its items", "as arguments"])
-def test_a_key_that_only_a_break_names(device: torch.device, way: str, verify: int) -> None:
-    model = piecewise(Listing(way), device, capture_sizes=[4], verify=verify)
+def test_a_key_that_only_a_break_names(device: torch.device, way: str, by_variable: bool, verify: int) -> None:
+    model = piecewise(Listing(way, by_variable=by_variable), device, capture_sizes=[4], verify=verify)
     for _ in range(10):
         assert torch.equal(model(rows(1.0, device)), rows(1.0, device) + 1)
     assert model.graph_stats.replays
@@ -420,7 +429,7 @@ def test_a_key_that_only_a_break_names(device: torch.device, way: str, verify: i
         x = rows(2.0, device)
         found = model(x)
         assert torch.equal(found, (x + 1) * sg.unwrap(model).read())
-    assert "other" in sg.unwrap(model).factors
+    assert len(sg.unwrap(model).factors) == 2 + by_variable
 
 
 class Replacing(Several):
@@ -486,6 +495,7 @@ CHANGED_KEYS: dict[str, Callable[[dict[Any, float]], object]] = {
     "the last is gone": lambda d: d.pop("b"),
     "another one comes": lambda d: d.update(c=5.0),
     "one goes, another one comes": lambda d: (d.pop(1), d.update(c=5.0)),
+    "another order": lambda d: d.update({1: d.pop(1)}),
     "other values in another order": lambda d: (d.clear(), d.update({"b": 7.0, 1: 3.0})),
 }
 
