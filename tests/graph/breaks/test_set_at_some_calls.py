@@ -385,21 +385,16 @@ class Listing(nn.Module):
 
     def __init__(self, way: str, *, by_variable: bool) -> None:
         super().__init__()
-        self.way, self.factors = way, {"one": 1.0}
-        self.set = self.set_by_variable if by_variable else self.set_by_name
+        self.way, self.factors, self.by_variable = way, {"one": 1.0}, by_variable
 
     @sg.eager_break
     def look(self, x: Tensor) -> Tensor:
-        if float(x[0, 0]) > 0:
-            self.set()
+        if float(x[0, 0]) > 0 and self.by_variable:
+            for key in ("another", "last"):
+                self.factors[key] = 3.0
+        elif float(x[0, 0]) > 0:
+            self.factors["other"] = 3.0
         return x.clone()
-
-    def set_by_name(self) -> None:
-        self.factors["other"] = 3.0
-
-    def set_by_variable(self) -> None:
-        for key in ("another", "last"):
-            self.factors[key] = 3.0
 
     def one_or(self, one: float, **others: float) -> float:
         return one + sum(others.values())
