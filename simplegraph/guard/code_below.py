@@ -12,8 +12,9 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._library.custom_ops import OPDEFS
+from torch.nn import functional
 
 from simplegraph.base.nested import ATOMS
 from simplegraph.base.objects import attribute_of, by_class, class_member, own_dict
@@ -32,6 +33,7 @@ from simplegraph.base.walk import (
 # Attributes in which methods, properties and wrappers hold their functions.
 _INNER = ("__func__", "fget", "fset", "fdel", "func", "__wrapped__")
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
+_REPLACEABLE = (types.FunctionType, types.BuiltinFunctionType)
 _FLAGS_METHODS = sys.version_info >= (3, 12)  # LOAD_ATTR has a bit that tells if it loads a method
 # Methods that make, copy, show and change objects. A module's are called before and after its calls.
 _MAKING = frozenset(
@@ -73,6 +75,8 @@ _CHANGING = frozenset({"update", "setdefault", "pop", "popitem", "clear", "move_
 _COMPUTING = frozenset({"getattr", "vars", "__dict__", "__getattribute__", "attrgetter", "asdict", "astuple"})
 _CONTAINERS = "torch.nn.modules.container"
 _MAX_FUNCTIONS = 2_000
+# The functions of torch.nn.functional, which layers and libraries call, and which users replace.
+_FUNCTIONAL = frozenset(name for name, value in vars(functional).items() if isinstance(value, _REPLACEABLE))
 _TABLES = frozenset({dict, list, tuple})
 _WITH_CODE = (types.FunctionType, types.MethodType, type, nn.Module)  # callable objects whose code is read
 
@@ -181,6 +185,11 @@ def functions_in(value: Any) -> list[Any]:
     return list(found.values())
 
 
+def is_users_function(value: Any) -> bool:
+    """True for functions and methods that are no library's."""
+    return issubclass(type(value), _FUNCTIONS[:2]) and not is_closed(value.__module__)
+
+
 @by_class
 def is_descriptor(kind: type) -> bool:
     """True for classes of descriptors, whose objects compute attributes."""
@@ -202,7 +211,7 @@ class CodeBelow:
     Attributes:
         names: names and strings in the code; values: all except names that are only called as methods.
         classes: the given classes, and classes that code names.
-        files: by id, the dict of a file, and the names of its globals that are guarded.
+        files: by id, the dict of a file, and the names of its globals that are guarded; of a library, its functions.
         cells: cells of closures, with the variable's name.
         functions: functions whose code was read; own: those of users, which may wrap a library's, or be wrapped by it.
         has_breaks: True if it leads to eager breaks, whose code is not among it.
@@ -224,7 +233,7 @@ class CodeBelow:
         self.names, self.values = set(called), set[str]()
         self._followed = set(called)  # names whose methods are read
         self.classes: dict[int, type] = {}
-        self.files: dict[int, tuple[dict[str, Any], set[str]]] = {}
+        self.files = {id(vars(functional)): (vars(functional), set(_FUNCTIONAL))}
         self.cells: list[tuple[str, types.CellType]] = []
         self.functions: list[types.FunctionType] = []
         self.own: list[types.FunctionType] = []
@@ -236,6 +245,9 @@ class CodeBelow:
             self._add_class(kind, 0)
         for function in functions:
             self._add(function, 0)
+        for value in (*vars(functional).values(), *vars(Tensor).values()):
+            if is_users_function(value):
+                self._add(value, 1)
         while self._to_read and len(self._read) < _MAX_FUNCTIONS:
             self._read_code(*self._to_read.popleft())
         self._eager: CodeBelow | None = None
@@ -360,14 +372,21 @@ class CodeBelow:
             things += map(sys.modules.get, imports_in(function.__code__, file.get("__package__")))
         for thing in things:
             inner = own_dict(thing) if issubclass(type(thing), types.ModuleType) else None
-            if inner is not None and not is_closed(inner.get("__name__")) and inner is not file and away < DEPTH:
+            if inner is not None and inner is not file and away < DEPTH:
                 # A number is not read if its name is only called.
                 numbers = {name for name in read.all - read.values if issubclass(type(inner.get(name)), ATOMS)}
                 self._add_globals(inner, (read.all - numbers) & inner.keys(), function, away + 1)
                 self._add(inner.get("__getattr__"), away + 1)  # which makes the other globals
+        is_library = is_closed(file.get("__name__"))
         for name in names:
             value: Any = file.get(name)
             kind = type(value)
+            if is_library:  # its functions may be replaced; only that of users is followed
+                if callable(value) and not issubclass(kind, type):
+                    guarded.add(name)
+                if is_users_function(value):
+                    self._add(value, away + 1)
+                continue
             if (package, name) in CLASS_REGISTRIES or issubclass(kind, types.ModuleType):
                 continue
             if issubclass(kind, type) or kind in ALIASES:

@@ -38,6 +38,7 @@ from simplegraph.base.walk import (
     kind_of,
     slots_of,
 )
+from simplegraph.guard import versions
 from simplegraph.guard.code_below import SPECIAL_METHODS, CodeBelow, is_packaged
 from simplegraph.guard.links import HOOKS, REGISTRIES
 from simplegraph.guard.scripted import ScriptedValues, python_below
@@ -482,16 +483,20 @@ class Holders:
         guards = functools.partial(_is_named, None if code.computes_names else code.names)
         holders = [
             ValueHolder(kind.__qualname__, ValueSource(class_dict(kind)), guards, has_tensors=True)
-            for kind in code.classes.values()
-            if not is_closed(kind.__module__)
+            for kind in (*code.classes.values(), Tensor)
+            if kind is Tensor or not is_closed(kind.__module__)
         ]
+        # A script's loops set globals all the time. Large files of libraries without versions are read by names, too.
         holders += [
             ValueHolder(
                 str(file.get("__name__")),
                 ValueSource(file),
                 names.__contains__,
                 has_tensors=True,
-                names=names if file.get("__name__") == "__main__" else None,
+                names=names
+                if file.get("__name__") == "__main__"
+                or (versions.dict_version is None and is_closed(file.get("__name__")))
+                else None,
             )
             for file, names in code.files.values()
         ]

@@ -260,6 +260,27 @@ MUTANTS = [
         ("tests/graph/breaks/test_set_at_some_calls.py",),
     ),
     Mutant(
+        "functions of torch.nn.functional that only layers call are not looked at",
+        "guard/code_below.py",
+        "set(_FUNCTIONAL))}",
+        "set())}",
+        ("tests/module/test_replaced_functions.py",),
+    ),
+    Mutant(
+        "functions of libraries that code names are not looked at",
+        "guard/code_below.py",
+        "                if callable(value) and not issubclass(kind, type):\n",
+        "                if False:\n",
+        ("tests/module/test_replaced_functions.py",),
+    ),
+    Mutant(
+        "methods of tensors are not looked at",
+        "guard/holders.py",
+        "            if kind is Tensor or not is_closed(kind.__module__)\n",
+        "            if not is_closed(kind.__module__)\n",
+        ("tests/module/test_replaced_functions.py",),
+    ),
+    Mutant(
         "a property at the address of an earlier one counts as the same",
         "guard/values.py",
         "    if type(value) in _OF_FUNCTIONS:\n",
