@@ -290,3 +290,12 @@ def test_explain_ends_quietly_when_nobody_reads_it_any_more() -> None:
     assert process.stdout is not None
     process.stdout.close()
     assert process.communicate(timeout=120)[1] == ""
+
+
+def test_a_missing_library_is_named_with_the_command_that_installs_it() -> None:
+    imports = "from simplegraph.integrations.transformers import graph_encoder"
+    code = f"import sys; sys.modules['transformers'] = None; {imports}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 1
+    said = 'simplegraph.integrations.transformers.graph_encoder needs transformers: pip install -e ".[transformers]"'
+    assert said in done.stderr

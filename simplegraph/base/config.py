@@ -331,7 +331,7 @@ _KINDS: dict[Any, _Kind] = {
     bool: _Kind(lambda value: isinstance(value, bool), "True or False", lambda text: _SPELLED[text.lower()]),
     Sequence[int]: _Kind(
         _are_sizes,
-        "whole numbers of at least 1, such as [1, 2, 4]",
+        "a list of whole numbers of at least 1, such as [1, 2, 4]",
         lambda text: tuple(map(int, text.strip("[]()").split(","))),
         lambda sizes: tuple(sorted(set(sizes))),
     ),

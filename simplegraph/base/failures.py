@@ -501,9 +501,9 @@ def _explained_read(error: BaseException, lines: Sequence[CalledLine]) -> tuple[
     library_remedy = next((Remedy(remedy) for path, name, remedy in _READERS if is_inside(lines, path, name)), None)
     operation = "a boolean mask" if "boolean mask" in str(error) else dynamic_shape(lines)
     if operation is None:
-        cause = "a tensor was read back to Python while its value does not exist yet, or the device was synchronised"
+        cause = "Python read back the value of a tensor, which has none while it is captured, or waited for the device"
         remedy = library_remedy or Remedy(
-            "Test it on the device (torch.where), or read it after the call.", breaks=True
+            "Test it on the device (torch.where), or return the tensor and read it after the call.", breaks=True
         )
         return str(error) if emulated else f"{cause}{said}.", remedy
     cause = f"{operation} gives as many elements as the values say, and no shape in a graph depends on values{said}."

@@ -37,7 +37,7 @@ class Reason(str, enum.Enum):
     # Capturing.
     FIRST_CALL = (
         "first_call",
-        "one of the first calls with such arguments, which run eagerly and show what the forward reads and writes",
+        "a first call with these shapes, dtypes and values, which runs eagerly and shows what the forward reads",
     )
     WARMUP = "warmup", "a warmup run before the capture"
     PROOF = "proof", "a call that proves a graph, which runs eagerly and is compared with replays"
@@ -46,7 +46,8 @@ class Reason(str, enum.Enum):
     STALE_TOO_OFTEN = "stale_too_often", "what the graphs read keeps moving; keep weights and buffers in place"
     TOO_MANY_SIGNATURES = (
         "too_many_signatures",
-        "more kinds of calls than max_signatures; raise it, pass changing values as tensors, or lengths by length_dims",
+        "more signatures (shapes, dtypes and values of arguments) than max_signatures; raise it, pass changing values "
+        "as tensors, or lengths by length_dims",
     )
     OTHER_RANKS = "other_ranks", "what another rank runs in this step decided the mode or the size"
     # The state around the call.
@@ -59,7 +60,7 @@ class Reason(str, enum.Enum):
         "backward_pending",
         "an earlier forward by training graphs still waits for its backward; run it first, or drop its outputs",
     )
-    UNTRAINABLE = "untrainable", "training graphs cannot replay such a call, or its optimizer"
+    UNTRAINABLE = "untrainable", "graphs cannot train such a call, or its optimizer"
     NESTED = "nested", "an outer graph holds this call"
     TRANSFORMED = (
         "transformed",

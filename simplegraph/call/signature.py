@@ -523,7 +523,7 @@ def device_of(leaves: Sequence[Any], default: torch.device | None = None) -> tor
     if default is not None:
         devices.insert(0, default)
     if not devices:
-        said = "no tensor was passed, so there is no batch dimension: pass an example call, or set exact_shapes=True"
+        said = "no tensor was passed, so there is no batch dimension: pass a tensor, or set exact_shapes=True"
         raise NoTensor(Reason.AMBIGUOUS_BATCH_DIM, said)
     return next((device for device in devices if device.type != "cpu"), devices[0])
 

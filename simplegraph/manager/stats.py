@@ -432,7 +432,8 @@ class GraphReport:
             removed = f"call {stats.reset_method}() once the cause is removed"
             lines.append(f"  such calls are not tried again by themselves: {removed}")
         lines += [f"  eager calls explained: {explain_command('NAME')}"] * bool(stats.eager or stats.slower)
-        lines += [f"  still to run eagerly before replays: {self._shown_ahead()}"] * bool(self.ahead)
+        if self.ahead and (graphs or not costly):  # calls that no graph can serve prove none
+            lines.append(f"  still to run eagerly before replays: {self._shown_ahead()}")
         seconds = stats.proof_seconds
         lines += [f"  proofs took {seconds:.3f} s, including your own eager calls"] if seconds else []
         lines += [

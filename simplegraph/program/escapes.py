@@ -217,8 +217,8 @@ _NORM_REMEDY = (
     "remove_spectral_norm on the layer before, or make it by torch.nn.utils.parametrizations."
 )
 _RETURNED_REMEDY = (
-    "The forward also returns it: do not keep it there, and store what the call returns in the code that calls. State "
-    "that the next call reads becomes an argument."
+    "The forward also returns this tensor: keep what the call returns in the code that calls it, not in the forward. "
+    "If the next call needs it, pass it as an argument."
 )
 
 

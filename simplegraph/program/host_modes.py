@@ -428,8 +428,8 @@ class HostCapture(HostMode):  # type: ignore[no-untyped-call]
                 if not self._is_input(tensor):
                     self._note_read(tensor)
             elif on_host and not constant:
-                cause = f"a tensor was read back to Python while its value does not exist yet ({func.overloadpacket})"
-                self._refuse(cause, "Keep it on the device.", breaks=True)
+                cause = "Python read back the value of a tensor, which has none while it is captured"
+                self._refuse(f"{cause} ({func.overloadpacket})", "Keep it on the device.", breaks=True)
 
     def _check_argument(self, tensor: Tensor) -> None:
         if self.arguments is not None and self._is_input(tensor):

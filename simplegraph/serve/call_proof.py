@@ -30,7 +30,8 @@ logger = logging.getLogger("simplegraph")
 
 _REMEDY = (
     "simplegraph.check(module, inputs) says more, and tries what padding writes. If the forward mixes rows, set "
-    "padding=False, or declare pad_values; if it reads what Python cannot show, name that in state_key."
+    "padding=False, or declare pad_values; if it depends on state outside Python (a file, a C library), return that "
+    "state from state_key."
 )
 
 

@@ -418,7 +418,7 @@ def _format(x: Tensor) -> Any:
         (_mask_in_a_name, "return x[large]", "a boolean mask"),
         (_assign_by_mask, "y[x > 3] = x[:1].expand(8)", "a boolean mask"),
         (_nonzero, "return torch.nonzero(x)", "nonzero"),
-        (read_item, "return x.sum().item()", "read back to Python"),
+        (read_item, "return x.sum().item()", "read back the value of a tensor"),
         (_to_host, "return (x + 1).cpu()", "host"),
     ],
     ids=lambda value: getattr(value, "__name__", None),

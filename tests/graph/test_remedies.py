@@ -91,7 +91,11 @@ class Case(NamedTuple):
 
 
 CASES = [
-    Case(reads, "Test it on the device (torch.where), or read it after the call", decides_on_the_device),
+    Case(
+        reads,
+        "Test it on the device (torch.where), or return the tensor and read it after the call",
+        decides_on_the_device,
+    ),
     Case(prints, "Print its shape, or print outside the forward", prints_its_shape),
     Case(masks, "Keep the shape: torch.where(mask, x, 0) for x[mask]", masks_in_one_shape),
     Case(writes_where, "and x = torch.where(mask, y, x) for x[mask] = y", writes_in_one_shape),
@@ -250,8 +254,8 @@ def test_a_kept_tensor_that_is_returned_is_told_to_be_kept_by_the_caller(device:
     for x in batches(device):
         torch.testing.assert_close(served(x), twin(x))
     message = next(iter(served.graph_stats.failures.values()))
-    assert "do not keep it there, and store what the call returns in the code that calls" in message
-    assert "State that the next call reads becomes an argument" in message
+    assert "keep what the call returns in the code that calls it" in message
+    assert "If the next call needs it, pass it as an argument" in message
     served, state = sg.wrap(twin.cell, capture_sizes=[4], progress=False), torch.zeros(4, WIDTH, device=device)
     for x in batches(device):
         expected = twin.cell(x, state)

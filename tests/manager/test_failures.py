@@ -552,6 +552,6 @@ def test_an_engine_that_keeps_what_its_step_returns_is_told_its_attribute_and_wh
     failed = manager.capture(engine.step).failed
     assert set(failed) == {"batch size 4", "batch size 2"}
     assert "the attribute hidden of a " in str(failed["batch size 4"])
-    assert "store what the call returns in the code that calls" in str(failed["batch size 4"])
+    assert "keep what the call returns in the code that calls it" in str(failed["batch size 4"])
     manager.run(manager.dispatch(4), engine.step)
     torch.testing.assert_close(engine.hidden, engine.model(engine.x))

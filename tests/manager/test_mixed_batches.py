@@ -116,7 +116,7 @@ def test_sizes_can_be_given_for_each_mode(device: torch.device) -> None:
     ("settings", "words"),
     [
         ({"decode_capture_sizes": [2, 3], "uniform_query_len": 2}, "3; expected multiples of uniform_query_len=2"),
-        ({"decode_capture_sizes": []}, r"decode_capture_sizes is \[\]; expected whole numbers"),
+        ({"decode_capture_sizes": []}, r"decode_capture_sizes is \[\]; expected a list of whole numbers"),
         ({"decode_capture_sizes": [9], "max_num_tokens": 8}, "above max_num_tokens=8"),
         ({"decode_capture_sizes": "abc"}, "decode_capture_sizes is 'abc'"),
     ],

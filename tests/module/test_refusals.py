@@ -344,3 +344,20 @@ def test_failures_of_other_settings_are_forgotten_with_them(device: torch.device
         x = rows(4, device)
         assert torch.equal(model(x), x * 2)
     assert model.graph_stats.replays >= 2
+
+
+def test_no_replay_is_promised_where_no_graph_can_serve(device: torch.device) -> None:
+    class Changing(nn.Module):
+        number = 0.0
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.number
+
+    model: Any = sg.wrap(Changing().eval(), capture_sizes=[4], progress=False)
+    with torch.no_grad():
+        for call in range(12):
+            model.number = float(call)
+            model(torch.randn(4, 2, device=device))
+    report = str(model.graph_report())
+    assert "python_state" in report
+    assert "still to run eagerly" not in report

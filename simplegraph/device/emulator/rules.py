@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-READ_BACK = "a tensor was read back to Python while its value does not exist yet"
+READ_BACK = "Python read back the value of a tensor, which has none while it is captured"
 FROM_HOST = "data was copied from host memory that is not pinned, which a capture does not permit"
 COMPILED = "compiled code ran, whose kernels no emulator sees"
 

@@ -12,4 +12,4 @@ from __future__ import annotations
 
 from simplegraph._lazy import public_names
 
-__all__, __getattr__ = public_names(__name__, __file__)
+__all__, __getattr__ = public_names(__name__, __file__, needs="transformers")

@@ -126,4 +126,6 @@ def check_counts(name: str, values: Sequence[int]) -> None:
         ConfigError: the list is empty, or an entry is no whole number of at least 1.
     """
     if not values or not all(isinstance(value, int) and value > 0 for value in values):
-        raise ConfigError(f"{name} is {values!r}; expected whole numbers of at least 1, such as [64, 128, 256].")
+        raise ConfigError(
+            f"{name} is {values!r}; expected a list of whole numbers of at least 1, such as [64, 128, 256]."
+        )

@@ -13,7 +13,7 @@ from simplegraph.device.emulator.device import emulator
 from simplegraph.device.protocol import GraphPool
 
 GRAD_MODES = [torch.no_grad, torch.inference_mode]
-READ_BACK = "a tensor was read back to Python while its value does not exist yet"
+READ_BACK = "Python read back the value of a tensor, which has none while it is captured"
 device = emulator()
 
 

@@ -61,5 +61,5 @@ def branching(x: Tensor) -> Tensor:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_read_back_inside_a_scripted_function_is_named_though_torchscript_swallows_it() -> None:
     message = refusal(lambda x: branching(x))
-    assert "a tensor was read back to Python while its value does not exist yet" in message
+    assert "Python read back the value of a tensor, which has none while it is captured" in message
     assert "test_unseen_code.py" in message
