@@ -46,8 +46,7 @@ class Reason(str, enum.Enum):
     STALE_TOO_OFTEN = "stale_too_often", "what the graphs read keeps moving; keep weights and buffers in place"
     TOO_MANY_SIGNATURES = (
         "too_many_signatures",
-        "more signatures (shapes, dtypes and values of arguments) than max_signatures; raise it, pass changing values "
-        "as tensors, or lengths by length_dims",
+        "more signatures than max_signatures; raise it, pass changing values as tensors, or lengths by length_dims",
     )
     OTHER_RANKS = "other_ranks", "what another rank runs in this step decided the mode or the size"
     # The state around the call.
