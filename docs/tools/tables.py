@@ -13,7 +13,7 @@ from docs.tools import latency, lifecycle, model_table, notes, optimized, ranges
 from docs.tools.grids import grid, seconds_cell, step_cells
 from docs.tools.layer_kinds import accuracy, kinds_equal, kinds_steps, speculation
 from docs.tools.raw import ROOT, commit, device_name, extra, load, startup
-from docs.tools.wording import NUMBERS
+from docs.tools.wording import NUMBERS, between
 
 MIB = 2**20
 PAGES = [
@@ -59,13 +59,11 @@ def write(page: Path) -> None:
 
 
 _README_ARMS = {
-    "eager": "eager",
     "graph": "**simplegraph**",
     "optimized": "**`sg.optimize`**",
-    "make-graphed-callables": "`make_graphed_callables`",
     "compiled": "`torch.compile`, reduce-overhead",
 }
-_READY = {"graph": "ready, s: simplegraph", "compiled": "ready, s: `torch.compile`"}
+_READY = {"graph": "ready, s: simplegraph", "optimized": "`sg.optimize`", "compiled": "`torch.compile`, empty cache"}
 
 
 def readme_rows() -> dict[str, dict[str, Any]]:
@@ -77,20 +75,22 @@ def readme_rows() -> dict[str, dict[str, Any]]:
 def _readme() -> str:
     singles, rows = latency.rows(), []
     for text, arms in readme_rows().items():
+        model = next(key for key, name in optimized.MODELS.items() if name == text)
+        eager, gains = between(ranges.times_of(model), ".1f"), between(ranges.gains_of(model), ".1f")
         times = (f"{arms[arm]['ms']:.2f}" if "ms" in arms.get(arm, {}) else "" for arm in _README_ARMS)
         ready = (f"{arms[arm]['ready_seconds']:.1f}" if "ready_seconds" in arms.get(arm, {}) else "" for arm in _READY)
         waited = f"{singles[text]['arms']['simplegraph'][WAITED] / 1000:.2f}" if text in singles else ""
-        rows.append([text, *times, waited, *ready])
+        rows.append([text, eager, *times, waited, gains, *ready])
     missing = NUMBERS[sum(text not in singles for text in readme_rows())]
     caption = (
         f"Milliseconds of a call at batch 1 in bfloat16, on one {device_name('headline/models')} with torch 2.11 "
-        f"(commit {commit('headline/models')}). Weights are random, proofs are on, and simplegraph copies its "
-        "outputs. Calls are issued back to back, except in the column `waited for`: there each answer is awaited "
-        f"before the next call. That column is of another run (commit {commit(latency.FILE)}), which did not "
-        f"measure {missing} of the models. `ready` is the time from the built model until its fourth call is done, "
-        "with empty compile caches."
+        f"(commit {commit('headline/models')}), issued back to back. Eager depends on the host's Python: it and the "
+        "gain are ranges over all committed runs. `waited for`: each answer is awaited before the next call, in "
+        f"another run (commit {commit(latency.FILE)}) without {missing} of the models. `ready`: from the built model "
+        "to the end of its fourth call. Weights are random, proofs are on, and simplegraph copies its outputs."
     )
-    head = ["ms a call", *_README_ARMS.values(), "**simplegraph**, waited for", *_READY.values()]
+    waited_for, gain = "**simplegraph**, waited for", "times faster than eager"
+    head = ["ms a call", "eager", *_README_ARMS.values(), waited_for, gain, *_READY.values()]
     return f"{caption}\n\n{grid(head, rows)}"
 
 

@@ -85,8 +85,8 @@ def test_the_readmes_first_lines_give_eagers_answer_and_print_what_follows_them(
     namespace: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     code = next(block.text for block in blocks(README) if block.kind == "python")
-    without = "".join(line for line in code.splitlines(keepends=True) if "# new" not in line)
-    assert code.count("# new") == 4, "the lines that a user adds"
+    without = "".join(line for line in code.splitlines(keepends=True) if "# added" not in line)
+    assert code.count("# added") == 4, "the lines that a user adds"
     exec(without, eager := dict(namespace))
     exec(code, namespace)
     shown = next(block.text for block in blocks(README) if block.kind == "text")
