@@ -22,10 +22,10 @@ def floor(path: Path) -> int:
 
 
 # Limits are what the scenes take, and at most two functions more. A capture that tells probes of its events climbs to
-# each of them, a walk to what its policy opens, and a cache by class to what it calls. Each change in the life
-# of a call is a function of its own, which may be read by name. A comparison is one file for a replay. What builds graphs was
-# divided, and so was what a reading expects: more functions and files, each smaller. Functions of torch, which may be
-# replaced, are read in each scene.
+# each of them, a walk to what its policy opens, and a cache by class to what it calls. Each change in the life of a
+# call is a function of its own, which may be read by name. A comparison is one file for a replay. What builds graphs
+# was divided, and so was what a reading expects: more functions and files, each smaller. Functions of torch, which
+# may be replaced, are read in each scene.
 @pytest.mark.parametrize(
     ("scene", "functions", "files", "climbs"), [("module", 674, 75, 26), ("replay", 16, 7, 0), ("step", 834, 81, 36)]
 )
