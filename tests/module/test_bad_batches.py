@@ -182,7 +182,7 @@ def test_capture_graphs_with_inputs_it_cannot_use_says_why_and_breaks_nothing(de
     model = wrapped(device)
     for args, words in [
         ((rows(0, device),), "no rows"),
-        ((), "example call"),
+        ((), "pass a tensor"),
         ((torch.tensor(1.0, device=device),), "batch"),
     ]:
         with pytest.raises(InputError, match=words):

@@ -11,6 +11,7 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import Tensor, nn
+from unfollowed import unfollowed
 
 import simplegraph as sg
 from simplegraph.device.select import graph_device
@@ -72,7 +73,7 @@ def test_a_number_that_is_set_during_the_capture_is_not_kept_nor_lost(
             in_thread(lambda: setattr(model, "scale", 2.0))
         return relu(y)
 
-    monkeypatch.setattr(torch, "relu", setting)
+    monkeypatch.setattr(torch, "relu", unfollowed(setting))
     for number in range(4):
         x = torch.randn(4, WIDTH, device=device)
         if upfront and not number:
@@ -103,7 +104,7 @@ def test_a_number_that_is_set_once_during_a_capture_costs_one_capture(
                 in_thread(functools.partial(setattr, model, "scale", 2.0))
         return relu(y)
 
-    monkeypatch.setattr(torch, "relu", setting)
+    monkeypatch.setattr(torch, "relu", unfollowed(setting))
     for _ in range(10):
         x = torch.randn(4, WIDTH, device=device)
         torch.testing.assert_close(model(x), expected(model, x)) if captured != 1 else model(x)
@@ -213,7 +214,7 @@ def test_a_number_that_is_set_during_any_run_of_the_first_calls(
             in_thread(functools.partial(setattr, model, "scale", 2.0))
         return cast(Tensor, original(y))
 
-    monkeypatch.setattr(torch, when, setting)
+    monkeypatch.setattr(torch, when, unfollowed(setting))
     while not runs or at <= runs:
         at += 1
         model = sg.wrap(Squashed().to(device).eval(), capture_sizes=[4], verify=verify, progress=False)

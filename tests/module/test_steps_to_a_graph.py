@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import gc
-import weakref
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from unfollowed import unfollowed
 
 import simplegraph as sg
 from simplegraph.base.collection import without_collections
@@ -37,12 +37,7 @@ class Runs:
 def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
     """What torch's layers call is seen there, by a weak reference: what notes its own runs would have no graph."""
     found = Runs()
-    reference = weakref.ref(found)
-
-    def linear(*args: Tensor) -> Tensor:
-        return reference().linear(*args)  # type: ignore[union-attr]
-
-    monkeypatch.setattr(nn.functional, "linear", linear)
+    monkeypatch.setattr(nn.functional, "linear", unfollowed(found.linear))
     return found
 
 

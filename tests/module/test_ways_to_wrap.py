@@ -79,7 +79,7 @@ def test_a_misspelt_class_keyword_is_refused():
 
 
 def test_an_invalid_class_keyword_names_the_field():
-    with pytest.raises(sg.ConfigError, match=r"capture_sizes is \[\]; expected whole numbers"):
+    with pytest.raises(sg.ConfigError, match=r"capture_sizes is \[\]; expected a list of whole numbers"):
 
         class Empty(sg.CudaGraphWrapper, Mlp, capture_sizes=[]):
             pass
