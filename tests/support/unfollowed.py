@@ -9,7 +9,7 @@ from typing import Any
 
 
 def unfollowed(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls another one by a weak reference. Whoever passes that, or its object, must keep it alive."""
+    """Return a function that calls another one by a weak reference. The caller keeps that, or its object, alive."""
     reference: Any = weakref.WeakMethod(function) if inspect.ismethod(function) else weakref.ref(function)
 
     def calling(*args: Any, **kwargs: Any) -> Any:
