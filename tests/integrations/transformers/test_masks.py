@@ -196,7 +196,7 @@ def test_sizes_are_followed_until_the_mask_is_decided(device: torch.device, monk
             sg.wrap(tiny.build(llama, device), capture_sizes=sizes, progress=False).capture_graphs(ids(device, 10))
         counts.append(len(followed))
     observed, all_sizes = counts
-    assert observed < all_sizes < 2 * observed
+    assert observed < all_sizes < 3 * observed  # 4.5 times as many, were all followed to their end
 
 
 def test_an_encoder_at_full_lengths_makes_no_mask(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
