@@ -31,7 +31,7 @@ from simplegraph.device.saved_state import SavedMemory, default_generator
 from simplegraph.device.select import graph_device
 from simplegraph.doctor.parts_to_break import Obstacle, find_parts
 from simplegraph.doctor.trials import TrialConfig
-from simplegraph.guard.functions import FunctionModule, GraphedFunction, check_function
+from simplegraph.guard.functions import FunctionModule
 from simplegraph.guard.survey import HeldTensor, device_of_state, held_tensors
 from simplegraph.guard.values import shown_entry, value_key
 from simplegraph.manager.manager import MemoryEstimate
@@ -42,6 +42,7 @@ from simplegraph.program.breaks.eager import BreakTracer
 from simplegraph.program.breaks.marks import breaking_operators, inlining, name_of, recording_breaks
 from simplegraph.program.index_checks import IndexChecks
 from simplegraph.program.observe import MemoryObserver, NumbersBySize, NumbersSeen
+from simplegraph.serve.graphed_function import GraphedFunction, check_function
 from simplegraph.serve.wrap import wrap
 
 logger = logging.getLogger("simplegraph")

@@ -16,8 +16,9 @@ from simplegraph.base.patches import subclass
 from simplegraph.call.signature import check_names
 from simplegraph.device.protocol import GraphPool
 from simplegraph.device.select import graph_device
-from simplegraph.guard.functions import FunctionModule, GraphedFunction, P, R, check_function
+from simplegraph.guard.functions import FunctionModule
 from simplegraph.manager.manager import CudaGraphSettings, Unpack
+from simplegraph.serve.graphed_function import GraphedFunction, P, R, check_function
 from simplegraph.serve.runner import CudaGraphWrapper, new_runner
 
 ModuleType = TypeVar("ModuleType", bound=nn.Module)

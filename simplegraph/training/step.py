@@ -14,9 +14,9 @@ from simplegraph.base.config import CudaGraphConfig
 from simplegraph.base.errors import ConfigError
 from simplegraph.base.reasons import Reason
 from simplegraph.fused.watched_steps import tell_written
-from simplegraph.guard.functions import GraphedFunction, P, R, check_function
 from simplegraph.manager.manager import CudaGraphSettings, Unpack
 from simplegraph.serve.builder import GraphBuilder
+from simplegraph.serve.graphed_function import GraphedFunction, P, R, check_function
 from simplegraph.serve.runner import GraphRunner
 from simplegraph.serve.wrap import wrap
 from simplegraph.training.optimizers import StepOptimizers
