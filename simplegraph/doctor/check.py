@@ -23,9 +23,9 @@ from simplegraph.base.nested import flatten
 from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.base.tensors import has_address, parts, storage_key, wait_collectives
 from simplegraph.base.walk import names_in
-from simplegraph.call.external_memory import Undo
 from simplegraph.call.inputs import HostInput, batch_dim_of
 from simplegraph.call.outputs import unreturnable
+from simplegraph.call.rehearsals import Undo
 from simplegraph.call.signature import CallReader, argument_rules, device_of
 from simplegraph.device.saved_state import SavedMemory, default_generator
 from simplegraph.device.select import graph_device

@@ -18,7 +18,7 @@ from simplegraph.base.nested import TreeSpec, flatten
 from simplegraph.base.reasons import Reason
 from simplegraph.base.tensors import has_address, parts, storage_key, wait_collectives
 from simplegraph.base.walk import tensors_in
-from simplegraph.call.external_memory import Undo
+from simplegraph.call.rehearsals import Undo
 from simplegraph.device.protocol import CAPTURE_LOCK
 from simplegraph.device.saved_state import SavedMemory, copy_limit, default_generator, put_random_states, random_states
 from simplegraph.device.select import graph_device

@@ -18,10 +18,11 @@ from simplegraph.base.nested import flatten
 from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.batch.sizes import BatchDescriptor
 from simplegraph.call.call import Binding, Call
-from simplegraph.call.external_memory import MemoryInUse, held_generators, invoke_watched
+from simplegraph.call.external_memory import MemoryInUse, held_generators
 from simplegraph.call.inputs import InputSet, shared_rows
 from simplegraph.call.plan import Plan
 from simplegraph.call.signature import differences
+from simplegraph.call.watched_run import invoke_watched
 from simplegraph.device.saved_state import SavedMemory, copy_limit
 from simplegraph.guard.functions import FunctionModule
 from simplegraph.guard.guards import CapturedState

@@ -13,8 +13,8 @@ from torch import Tensor
 from simplegraph.base.nested import flatten
 from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.call.call import Call
-from simplegraph.call.external_memory import Rehearsals
 from simplegraph.call.inputs import InputSet
+from simplegraph.call.rehearsals import Rehearsals
 from simplegraph.device.protocol import CAPTURE_LOCK
 from simplegraph.guard.carried import PlacesFoundError
 from simplegraph.guard.python_effects import ModuleState

@@ -14,9 +14,10 @@ from simplegraph.base.nested import flatten
 from simplegraph.base.reasons import Reason
 from simplegraph.base.tensors import wait_collectives
 from simplegraph.call.call import Call
-from simplegraph.call.external_memory import MemoryInUse, Undo, drawn_generators
+from simplegraph.call.external_memory import MemoryInUse, drawn_generators
 from simplegraph.call.inputs import InputSet
 from simplegraph.call.plan import Plan
+from simplegraph.call.rehearsals import Undo
 from simplegraph.device.protocol import CAPTURE_LOCK
 from simplegraph.device.saved_state import SavedMemory
 from simplegraph.guard.place_history import IN_BREAK

@@ -16,9 +16,10 @@ from simplegraph.base.nested import flatten
 from simplegraph.base.reasons import Reason
 from simplegraph.base.tensors import storage_key
 from simplegraph.call.call import Call, is_copied
-from simplegraph.call.external_memory import MemoryInUse, drawn_generators, invoke_watched
+from simplegraph.call.external_memory import MemoryInUse, drawn_generators
 from simplegraph.call.inputs import HostArg, InputSet
 from simplegraph.call.signature import CallReader
+from simplegraph.call.watched_run import invoke_watched
 from simplegraph.device.protocol import CAPTURE_LOCK
 from simplegraph.device.saved_state import copy_limit, drew, random_states
 from simplegraph.guard.functions import FunctionModule

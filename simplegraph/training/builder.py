@@ -16,8 +16,9 @@ from simplegraph.base.reasons import CannotBind, Reason
 from simplegraph.base.tensors import storage_key
 from simplegraph.batch.sizes import BatchDescriptor
 from simplegraph.call.call import Binding, Call
-from simplegraph.call.external_memory import held_generators, invoke_watched
+from simplegraph.call.external_memory import held_generators
 from simplegraph.call.inputs import InputSet
+from simplegraph.call.watched_run import invoke_watched
 from simplegraph.guard.guards import CapturedState
 from simplegraph.manager.lifecycle import SizeRecord
 from simplegraph.manager.manager import CudaGraphManager

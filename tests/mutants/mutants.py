@@ -422,7 +422,7 @@ MUTANTS = [
     ),
     Mutant(
         "runs beside the calls leave their effects",
-        "call/external_memory.py",
+        "call/rehearsals.py",
         "        with Undo(saved, drawn_generators(self.call, device.torch_device), budget=budget) as undo:\n",
         "        with Undo(None, (), budget=0) as undo:\n",
         ("tests/module/test_capture_graphs.py", "tests/module/test_proofs.py", *FAULTS),
@@ -870,14 +870,14 @@ MUTANTS = [
     ),
     Mutant(
         "a cache that only a rehearsal fills is emptied",
-        "call/external_memory.py",
+        "call/rehearsals.py",
         "if (key := storage_key(tensor)) in seen.written or any(",
         "if (key := storage_key(tensor)) or any(",
         ("tests/module/test_capture_graphs.py",),
     ),
     Mutant(
         "memory that does not fit takes the room of what does",
-        "call/external_memory.py",
+        "call/rehearsals.py",
         "not in self._keys and tensor.untyped_storage().nbytes() <= self._budget:",
         "not in self._keys and self._budget > 0:",
         ("tests/module/test_capture_graphs.py",),

@@ -1062,8 +1062,8 @@ def test_parameters_on_two_devices_run_eagerly():
 @pytest.mark.proofs
 @pytest.mark.parametrize("settings", [{}, {"verify": 1}])
 def test_more_state_than_a_proof_copies_is_unverified_unless_asked_for(monkeypatch, settings):
-    for module in ("simplegraph.call.external_memory", "simplegraph.serve.builder"):
-        monkeypatch.setattr(f"{module}.copy_limit", lambda free: 64)
+    for module in ("call.external_memory", "call.rehearsals", "serve.builder"):
+        monkeypatch.setattr(f"simplegraph.{module}.copy_limit", lambda free: 64)
     twins = Twins(making(), **settings)
     for number in range(6):
         twins.run(*batch(number))

@@ -15,7 +15,7 @@ from transformers.cache_utils import DynamicCache
 from simplegraph.base.context import CALLS
 from simplegraph.base.failures import user_location
 from simplegraph.base.nested import flatten
-from simplegraph.call.external_memory import Undo
+from simplegraph.call.rehearsals import Undo
 from simplegraph.device.saved_state import default_generator, drew, random_states
 from simplegraph.integrations.rehearsal import observe_run
 from simplegraph.integrations.transformers.generate.cache.layers import PLAIN
