@@ -102,14 +102,9 @@ class Plan:
         args = call.layout.args
         self.slots = [slot(arg, inputs, self.padded, self.rows) for arg in args]
         self._bindings = [tuple(slot) for slot in self.slots]  # a plain tuple is unpacked faster than a named one
-        statics = [static for static in inputs.inputs.values() if static.batched and self.padding]
-        tails = [(s, s.part(self.padded, self.rows, self.padded)) for s in statics]  # with their padding rows
-        numbers = [(s, tail) for s, tail in tails if s.pads_with_number]
-        self._pads = _pads(numbers)
-        # Views of inputs whose rows are not first overlap between sizes: padding must be set every time.
-        self._overlapping = _pads([(s, tail) for s, tail in numbers if not s.rows_first])
-        repeated = [(s, tail) for s, tail in tails if s.pad == "repeat-last"]
-        self._repeated = [(tail, s.part(self.padded, self.rows - 1, self.rows).expand_as(tail)) for s, tail in repeated]
+        self._repeated: list[tuple[Tensor, Tensor]] = []
+        if self.padding:
+            self._prepare_padding()
         written = call.binding.written
         self.written_back = [at for at, arg in enumerate(args) if isinstance(arg, TensorArg) and arg.name in written]
         self._tensors = aliasable(args)
@@ -121,33 +116,55 @@ class Plan:
         hosted = {arg.name for arg in args if isinstance(arg, HostInput)}
         # If eager's copy from the CPU is complete when the call returns, the replay's copy must be complete, too.
         self.waits = not hosted.isdisjoint(call.binding.waited)
-        # Eager breaks are passed the tensors on the CPU.
-        self._hosts = [
-            (index, inputs.inputs[arg.name])
-            for index, arg in enumerate(args)
-            if self.program.breaks and arg.name in hosted
-        ]
         if self.debug:
             self.addresses = {name: static.view(self.padded).data_ptr() for name, static in inputs.inputs.items()}
         self._prepare_outputs(call, self.program.outputs, self.program.spec)
+        self._hosts: list[tuple[int, StaticInput]] = []
         if self.program.breaks:
-            undo = functools.partial(call.plain.undo_break_changes, weakref.ref(call.module), graph.unread_places)
-            self.program.look_after_breaks(undo)
-        if self.padding and self.program.breaks:
+            self._prepare_breaks(call)
+        self._prepare_early_launch(call)
+
+    def _prepare_padding(self) -> None:
+        """Prepare the copies that set the padding rows of static inputs."""
+        statics = [static for static in self.inputs.inputs.values() if static.batched]
+        tails = [(s, s.part(self.padded, self.rows, self.padded)) for s in statics]  # with their padding rows
+        numbers = [(s, tail) for s, tail in tails if s.pads_with_number]
+        self._pads = _pads(numbers)
+        # Views of inputs whose rows are not first overlap between sizes: padding must be set every time.
+        self._overlapping = _pads([(s, tail) for s, tail in numbers if not s.rows_first])
+        repeated = [(s, tail) for s, tail in tails if s.pad == "repeat-last"]
+        self._repeated = [(tail, s.part(self.padded, self.rows - 1, self.rows).expand_as(tail)) for s, tail in repeated]
+
+    def _prepare_breaks(self, call: Call) -> None:
+        """Prepare the eager breaks of the graph, which are passed the tensors on the CPU."""
+        args = enumerate(call.layout.args)
+        self._hosts = [(index, self.inputs.inputs[arg.name]) for index, arg in args if isinstance(arg, HostInput)]
+        undo = functools.partial(call.plain.undo_break_changes, weakref.ref(call.module), self.graph.unread_places)
+        self.program.look_after_breaks(undo)
+        if self.padding:
             call.binding.cut_breaks(self.program, self.padded)
-        # An early launch may be for a call that is meant for another graph. So it may write nothing but static inputs
-        # and graph memory that no caller holds, and no value may make a kernel fault.
-        acts = self.program.breaks or self.may_refuse or self.waits or call.carried.places
-        only_computes = self.only_replays and call.binding.only_computes and not (acts or self.debug or table.hooks)
-        indices = self.program.indices
+
+    def _prepare_early_launch(self, call: Call) -> None:
+        """Allow launches before the check of a call, if they are safe for a call that is meant for another graph.
+
+        So the graph may write nothing but static inputs and graph memory that no caller holds, and no value may make a
+        kernel fault.
+        """
         self._indices: SafeIndices | None = None
         self.calls_to_check_first = -1
-        if only_computes and indices is not None and not indices.may_fault:
-            is_empty = not (indices.ranges or indices.sources)
-            safe = None if is_empty else SafeIndices(self.slots, inputs, self.padded, indices, call.module)
-            if safe is None or safe.are_known:
-                self._indices, self.calls_to_check_first = safe, 1
         self._checked_first = 0  # the calls that were checked first after the latest attempt without a result
+        acts = self.program.breaks or self.may_refuse or self.waits or call.carried.places
+        if acts or self.debug or self.table.hooks or not (self.only_replays and call.binding.only_computes):
+            return
+        indices = self.program.indices
+        if indices is None or indices.may_fault:
+            return
+        if indices.ranges or indices.sources:
+            safe = SafeIndices(self.slots, self.inputs, self.padded, indices, call.module)
+            if not safe.are_known:
+                return
+            self._indices = safe
+        self.calls_to_check_first = 1
 
     def launch_early(
         self,

@@ -2041,8 +2041,9 @@ MUTANTS = [
     Mutant(
         "a graph whose recording was not observed is launched early",
         "call/plan.py",
-        "        self.calls_to_check_first = -1\n",
-        "        self.calls_to_check_first = 1 if only_computes and self.program.indices is None else -1\n",
+        "        if indices is None or indices.may_fault:\n            return\n",
+        "        if indices is None:\n            self.calls_to_check_first = 1\n            return\n"
+        "        if indices.may_fault:\n            return\n",
         FIRST,
     ),
     Mutant(
