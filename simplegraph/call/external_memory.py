@@ -45,7 +45,7 @@ class MemoryInUse:
         """
         read, module_keys = self.read, {key for tensor in survey.tensors.values() for key in tensor.memory}
         for observer in observers:
-            read.unseen = read.unseen or observer.reads_anything
+            read.reads_anything = read.reads_anything or observer.reads_anything
             for key, tensor in (*observer.external.items(), *observer.passed.items()):
                 if key in inputs:
                     continue

@@ -28,7 +28,7 @@ class MemoryRead:
 
     Attributes:
         keys: the storage keys of this memory.
-        unseen: the type of device on which captures recorded work that may read any memory; else empty.
+        reads_anything: the device type ("cuda") if unobserved work may read any memory there; else empty.
         elsewhere: by key, tensors that the module does not hold: in a closure, a global, a cache. Their owner is not
             known, so they are kept alive here. The module's tensors are not: they may be replaced before a capture.
         values: CPU tensors whose values are constants in graphs, by their place in memory.
@@ -39,7 +39,7 @@ class MemoryRead:
     elsewhere: dict[int, OwnedTensor] = dataclasses.field(default_factory=dict)
     values: dict[tuple[Any, ...], Tensor] = dataclasses.field(default_factory=dict)
     versions: list[WatchedVersion] = dataclasses.field(default_factory=list)
-    unseen: str = ""
+    reads_anything: str = ""
 
     def wants_grad(self, module: nn.Module, leaves: Iterable[Any]) -> bool:
         """True if eager would build an autograd graph for a call with these leaves."""
@@ -54,8 +54,8 @@ class MemoryRead:
 
     def includes(self, entry: HeldTensor) -> bool:
         """True if a graph may read a tensor of the module."""
-        unseen = entry.tensor.device.type == self.unseen
-        return entry.registered or unseen or not self.keys.isdisjoint(entry.memory)
+        is_unobserved = entry.tensor.device.type == self.reads_anything
+        return entry.registered or is_unobserved or not self.keys.isdisjoint(entry.memory)
 
 
 class CapturedState:
@@ -95,7 +95,7 @@ class CapturedState:
             names_gradients: True if the code reads `.grad`, so that a graph depends on which tensors have a gradient.
         """
         moved = bool(self._modules) and bool(self._differences(survey))
-        self._read = MemoryRead(set(read.keys), dict(read.elsewhere), unseen=read.unseen)
+        self._read = MemoryRead(set(read.keys), dict(read.elsewhere), reads_anything=read.reads_anything)
         for at, tensor in read.values.items():
             self._values.setdefault(at, WatchedValue(tensor))
         self._values.update((id(watched), watched) for watched in read.versions)

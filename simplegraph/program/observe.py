@@ -345,8 +345,10 @@ class MemoryObserver(OperatorMode):
         differentiates: True if an operator outside of eager breaks ran under grad mode.
         rounds_by_group: True if an operator multiplies rows in groups, so that its rounding depends on their sizes.
         adds_in_any_order: True if an operator adds by atomics on a GPU.
-        unseen: the type of the device if the capture recorded work of no operator, such as a Triton kernel; else empty.
-        reads_anything: the same, if such work did not show the tensors that it can touch.
+        unseen: the device type ("cuda") if a capture recorded work of no operator, such as a Triton kernel; else
+            empty.
+        reads_anything: the device type ("cuda") if such work may read any memory there, since it did not show the
+            tensors that it can touch; else empty.
         host_error: why the run cannot be captured, if it uses an operator that a capture would break for good.
         left_by_break: storage key -> the number of the eager break that made that memory and did not return it.
         uses_of_left: number of such a break -> how the forward used that memory nevertheless.

@@ -66,7 +66,7 @@ def _hindrance(owner: GraphOwner, call: Call, steps: Sequence[Break], returned: 
         return "it is a training step"
     if table.hooks or table.ranks.size > 1:
         return "a backend, or another rank, takes part in it"
-    if owner.seen.read.unseen:
+    if owner.seen.read.reads_anything:
         return "kernels that torch does not dispatch ran before the break, and may have written anywhere"
     for step in steps:
         if step.effects is None:
