@@ -290,6 +290,11 @@ class PlaceHistory:
             self.guarded.add(place)
             self.new_values.note(place, values, call)
 
+    def find_own_changes(self, call: int) -> None:
+        """Note the changes by runs of guarded places like changes by other code, once a call finds them."""
+        own_changes, self.own_changes = self.own_changes, {}
+        self.changed_by_others(own_changes, call)
+
     def changed_by_run(self, changes: Changes, call: int, *, is_whole: bool) -> Set[Place]:
         """Stop guarding places that every run changed so far; the key stays that of the values before the run.
 

@@ -88,8 +88,8 @@ class PlainState:
             CannotBind: a place takes new values all the time, or values change while they are read.
         """
         with self._lock:
-            own_changes, self._history.own_changes = self._history.own_changes, {}
-            self._history.changed_by_others(own_changes, self.calls)
+            if self._history.own_changes:
+                self._history.find_own_changes(self.calls)
             self._values_read = self._values(module)
             return self._values_read
 
@@ -209,8 +209,7 @@ class PlainState:
     def suspend(self, module: Any, found: SetByBreak) -> None:
         """Let calls run eagerly for a while, since an eager break set what code in graphs may read."""
         with self._lock:
-            own_changes, self._history.own_changes = self._history.own_changes, {}
-            self._history.changed_by_others(own_changes, self.calls)
+            self._history.find_own_changes(self.calls)
             self._history.breaks.suspend(found.changed, self.calls)  # after its new values were noted
             self.attribute_to_breaks(module)
 
