@@ -17,6 +17,8 @@ emulator finds no stale CPU values, and no random numbers, writes and outputs on
 
 CPU tensors that the forward is passed are followed by name (`HostArguments`). If the forward moves such a tensor to the
 device unchanged, it has a static input there, which a capture reads in its place.
+
+This follows CPU tensors; for values that are read back from the device see `steady_reads`, for indices `index_ranges`.
 """
 
 from __future__ import annotations
@@ -246,7 +248,7 @@ class HostMode(OperatorMode, abc.ABC):
             if index is not None and index.is_cpu and index.dtype in MASKS and self._is_constant(index):
                 with without_modes():
                     columns = index.nonzero().unbind(1)
-                on_device += [self._copied(column, device, index) for column in columns]
+                on_device += [self._device_copy(column, device, index) for column in columns]
             else:
                 on_device.append(index if index is None else self._on_device(index, index.dtype, device))
         return on_device
@@ -261,9 +263,9 @@ class HostMode(OperatorMode, abc.ABC):
         if tensor.dtype is not dtype:  # converted on the CPU, as torch does
             with without_modes():
                 value = tensor.to(dtype)
-        return self._copied(value, device, tensor)
+        return self._device_copy(value, device, tensor)
 
-    def _copied(self, value: Tensor, device: torch.device, source: Tensor) -> Tensor:
+    def _device_copy(self, value: Tensor, device: torch.device, source: Tensor) -> Tensor:
         """Return the device tensor that an operator reads in place of `value`, which is made of a CPU tensor."""
         return self._copy((content(value), device), source, lambda: value.to(device))
 

@@ -2,6 +2,8 @@
 
 An index that is out of range ends the process's use of the GPU. If every index of a graph comes from an argument that
 is limited to its range before the launch, or from memory that did not change, the graph can be launched for any call.
+
+This follows indices; for values that are read back see `steady_reads`, for CPU tensors `host_modes`.
 """
 
 from __future__ import annotations
@@ -103,10 +105,10 @@ class IndexRanges:
         for tensor in made:
             key = storage_key(tensor)
             if key not in keys:  # no view
-                whole = self._copied(tensors, tensor) if facts.name in _COPYING else None
+                whole = self._memory_copied_from(tensors, tensor) if facts.name in _COPYING else None
                 self._origins[key] = whole or sources, tensor.dtype
 
-    def _copied(self, tensors: Sequence[Tensor], made: Tensor) -> IndexOrigin | None:
+    def _memory_copied_from(self, tensors: Sequence[Tensor], made: Tensor) -> IndexOrigin | None:
         """Return the memory all of whose integers were copied to a tensor; None if there is none."""
         if len(tensors) != 1 or made.dtype not in INDICES:
             return None

@@ -8,6 +8,8 @@ tensors stay the same.
 
 Only a proof notices writes that raise no version: through ``.data``, or by a kernel that torch does not dispatch. Reads
 without an operator (``tolist`` on a CPU) are not seen, and are refused.
+
+This follows values that are read back from the device; for CPU tensors see `host_modes`, for indices `index_ranges`.
 """
 
 from __future__ import annotations
@@ -33,14 +35,14 @@ _READS = {
 }
 
 
-class _Origin(NamedTuple):
-    """The origin of a tensor's values: a digest of the computation, and the keys of the storages that it reads."""
+class _Computation(NamedTuple):
+    """The computation of a tensor's values: its digest, and the keys of the storages that it reads."""
 
     digest: bytes
     roots: frozenset[int]
 
 
-_NOT_MADE = _Origin(b"", frozenset())
+_NOT_MADE = _Computation(b"", frozenset())
 
 
 class KnownTensors(NamedTuple):
@@ -78,8 +80,8 @@ class SteadyReads:
         answers: Mapping[bytes, Answer] | None = None,
     ) -> None:
         self._device, self._tensors, self._answers = device, tensors, answers
-        # Origins by storage key, of memory that is made and passed; None for values that depend on data.
-        self._made: dict[int, _Origin | None] = dict.fromkeys(tensors.inputs)
+        # By storage key, for memory that is made and passed: its computation; None for values that depend on data.
+        self._made: dict[int, _Computation | None] = dict.fromkeys(tensors.inputs)
         self._outside: dict[int, tuple[Tensor, int]] = {}  # tensors from before the run, and their first versions
         self._written: set[int] = set()
         self._blank: set[int] = set()  # storage keys of memory that is made and not written yet
@@ -107,27 +109,29 @@ class SteadyReads:
         """Run an operator, or return the answer in its place."""
         given = {storage_key(tensor): tensor for tensor in strided_tensors((*args, *kwargs.values()))}
         is_known = not is_higher_order(func) and func.namespace in ("aten", "prims")
-        origin = self._origin(func, args, kwargs, given) if is_known else None
-        if func in _READS and origin is not None:
+        computation = self._computation(func, args, kwargs, given) if is_known else None
+        if func in _READS and computation is not None:
             if self._answers is None:
                 value = proceed(func, args, kwargs)
-                self._read[origin.digest] = value, origin.roots
+                self._read[computation.digest] = value, computation.roots
                 return value
-            answer = self._answers.get(origin.digest)
-            if answer is not None and self._holds(answer, origin.roots):
+            answer = self._answers.get(computation.digest)
+            if answer is not None and self._holds(answer, computation.roots):
                 self.used += answer.roots
                 self.answered = True
                 return answer.value
         result = proceed(func, args, kwargs)
-        origin = self._copied(args) if func is _COPY and origin is None else origin
+        computation = self._computation_of_copy(args) if func is _COPY and computation is None else computation
         written = strided_tensors(written_args(func, args, kwargs)) if is_known else given.values()
         for tensor in written:
-            self._note_written(tensor, origin)
+            self._note_written(tensor, computation)
         for index, tensor in enumerate(strided_tensors((result,))):
             key = storage_key(tensor)
             if key not in given:  # freed memory may have had the same key
                 self._outside.pop(key, None)
-                self._made[key] = origin and _Origin(b"%d %b" % (index, origin.digest), origin.roots)
+                self._made[key] = computation and _Computation(
+                    b"%d %b" % (index, computation.digest), computation.roots
+                )
                 (self._blank.add if is_known and facts_of(func).is_uninitialised else self._blank.discard)(key)
         return result
 
@@ -155,11 +159,16 @@ class SteadyReads:
         """Count memory that an eager break made as data."""
         self._made.update(dict.fromkeys(map(storage_key, strided_tensors((result,)))))
 
-    def _origin(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: Iterable[int]) -> _Origin | None:
-        """Return the origin of an operator's results, given the keys of its arguments; None if they depend on data."""
+    def _computation(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: Iterable[int]
+    ) -> _Computation | None:
+        """Return the computation of an operator's results; None if they depend on data.
+
+        `given` are the storage keys of its arguments.
+        """
         facts = facts_of(func)
         if func is _LIFT:  # first: a tensor that this run freed may have had the same key
-            self._made[storage_key(args[0])] = _origin_of_data(args[0])
+            self._made[storage_key(args[0])] = _computation_of_data(args[0])
         reads_values = not (facts.name.endswith("_like") or facts.name.startswith("new_"))
         follows_data = reads_values and any(self._made.get(key, _NOT_MADE) is None for key in given)
         if follows_data or facts.may_draw or facts.is_uninitialised:
@@ -169,23 +178,23 @@ class SteadyReads:
         if described is None:
             return None
         text = f"{func} {described}".encode()
-        return _Origin(hashlib.blake2b(text, digest_size=16).digest(), frozenset(roots))
+        return _Computation(hashlib.blake2b(text, digest_size=16).digest(), frozenset(roots))
 
     def _followed(self, tensor: Tensor, roots: set[int]) -> str | None:
-        """Describe a tensor by its origin, and add the origin's roots; None if the tensor depends on data."""
+        """Describe a tensor by its computation, and add the roots of that; None if the tensor depends on data."""
         layout = _layout(tensor, roots)
         if layout is None or type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
             return None
         key = storage_key(tensor)
         if key in self._made:
-            origin = self._made[key]
+            computation = self._made[key]
         else:
-            origin = _Origin(str(key).encode(), frozenset({key})) if self._meet(key, tensor) else None
-        if origin is None:
+            computation = _Computation(str(key).encode(), frozenset({key})) if self._meet(key, tensor) else None
+        if computation is None:
             return None
-        roots |= origin.roots
+        roots |= computation.roots
         at = tensor.storage_offset(), tensor.is_conj(), tensor.is_neg()
-        return f"{origin.digest!r} {at} {layout}"
+        return f"{computation.digest!r} {at} {layout}"
 
     def _meet(self, key: int, tensor: Tensor) -> bool:
         """Note a tensor that the run did not make; False if it is known to hold other values at other calls."""
@@ -201,8 +210,8 @@ class SteadyReads:
             self._outside[key] = tensor, tensor._version
         return is_steady
 
-    def _copied(self, args: Sequence[Any]) -> _Origin | None:
-        """Return the origin of a copy into new memory, which is its source's; None if their layouts differ."""
+    def _computation_of_copy(self, args: Sequence[Any]) -> _Computation | None:
+        """Return the computation of a copy into new memory, which is its source's; None if their layouts differ."""
         given = strided_tensors(args[:2])
         if len(given) < 2 or storage_key(given[0]) not in self._blank:
             return None
@@ -210,19 +219,19 @@ class SteadyReads:
         is_same = forms[0] == forms[1] and not (given[1].is_conj() or given[1].is_neg())
         return self._made.get(storage_key(given[1])) if is_same else None
 
-    def _note_written(self, tensor: Tensor, origin: _Origin | None) -> None:
+    def _note_written(self, tensor: Tensor, computation: _Computation | None) -> None:
         key = storage_key(tensor)
         self._blank.discard(key)
         if key in self._made:
-            self._made[key] = origin
+            self._made[key] = computation
         else:
             self._written.add(key)
 
 
-def _origin_of_data(tensor: Tensor) -> _Origin | None:
-    """Return the origin of a tensor that was made from Python data; None if it is large."""
+def _computation_of_data(tensor: Tensor) -> _Computation | None:
+    """Return the computation of a tensor that was made from Python data; None if it is large."""
     is_small = tensor.is_cpu and span(tensor) <= WATCHED_BYTES
-    return _Origin(repr(content(tensor)).encode(), frozenset()) if is_small else None
+    return _Computation(repr(content(tensor)).encode(), frozenset()) if is_small else None
 
 
 def _layout(tensor: Tensor, _: set[int]) -> str | None:

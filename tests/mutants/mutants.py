@@ -1922,8 +1922,8 @@ MUTANTS = [
     Mutant(
         "an index that is computed of an argument counts as one",
         "program/index_ranges.py",
-        "self._copied(tensors, tensor) if facts.name in _COPYING else None",
-        "self._copied(tensors, tensor)",
+        "self._memory_copied_from(tensors, tensor) if facts.name in _COPYING else None",
+        "self._memory_copied_from(tensors, tensor)",
         FIRST,
     ),
     Mutant(
