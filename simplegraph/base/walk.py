@@ -189,7 +189,7 @@ def keys_in_order(mapping: Any) -> list[Any]:
 
 
 def items_in_order(mapping: Any) -> list[tuple[Any, Any]]:
-    """List the keys and values of a dict, in the same way."""
+    """List the keys and values of a dict in iteration order, without running methods of its class."""
     items = list(dict.items(mapping))
     order = keys_in_order(mapping) if issubclass(type(mapping), collections.OrderedDict) else ()
     if all(key is moved for (key, _), moved in zip(items, order, strict=False)):
@@ -198,7 +198,7 @@ def items_in_order(mapping: Any) -> list[tuple[Any, Any]]:
 
 
 def values_in_order(mapping: Any) -> list[Any]:
-    """List the values of a dict, in the same way."""
+    """List the values of a dict in iteration order, without running methods of its class."""
     return [value for _, value in items_in_order(mapping)]
 
 

@@ -250,7 +250,10 @@ class CallReader:
         return [*zip(names, positional.children), *zip(keywords, keyword.children)]  # noqa: B905
 
     def _in_one_order(self, spec: TreeSpec, left_out: set[str]) -> list[tuple[str, TreeSpec]]:
-        """Return the same in the order of parameters; the order of other keywords stays, since a forward can see it."""
+        """Return the name and the structure of each argument that is not left out, in the order of the parameters.
+
+        Keywords without a parameter keep the order of the call, since a forward can see it.
+        """
         named = (pair for pair in self._arguments(spec) if pair[0] not in left_out)
         return sorted(named, key=lambda pair: self._places.get(pair[0], len(self._places)))
 

@@ -24,7 +24,7 @@ class MemoryKind(enum.Enum):
     POOL = "memory of the graph's own pool"
     KNOWN = "memory that the graph's owner keeps alive"
     WORKSPACE = "a library's workspace"
-    FOREIGN = "live memory that nobody accounts for"
+    FOREIGN = "live memory without a known owner"
     OUTSIDE = "device memory that torch did not allocate"
     FREED = "memory that was given back"
 

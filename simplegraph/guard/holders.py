@@ -135,7 +135,7 @@ def _opens(kind: type) -> Any:
 
 @by_class
 def _opens_captured(kind: type) -> Any:
-    """Return the same, but for modules that are eager breaks: these are opened last."""
+    """Return how walks open objects of a class, as `_opens` does; None for eager breaks, which are opened last."""
     return None if is_break(kind) else _opens(kind)
 
 

@@ -114,8 +114,8 @@ class NewValues:
     """Finds the places that take new values all the time.
 
     Attributes:
-        unguarded: those that no code names, and the last call for which they are.
-        volatile: those that make calls run eagerly, and the last call that they let run eagerly.
+        unguarded: places that no code names, each with the last call at which it stays unguarded.
+        volatile: places that make calls run eagerly, each with the last such call.
     """
 
     def __init__(self, places: PlacesInCode) -> None:

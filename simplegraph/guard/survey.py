@@ -276,7 +276,7 @@ def _is_sized(value: Any) -> bool:
 
 
 def _kind_with_optimizers(kind: type) -> Any:
-    """Return the same, but open optimizers: only a training step checks them in another way."""
+    """Return how to open objects of a class, optimizers included, which only training steps check in another way."""
     return _attributes if issubclass(kind, Optimizer) else _kind_of_guarded(kind)
 
 

@@ -172,7 +172,7 @@ class SizeRecord:
         self.rows[rows] = RowVerdict.REFUSED
 
     def note_dropped(self, event: Event) -> None:
-        """Note that the graph is gone. The first comparison of the next graph proves all row counts proven before."""
+        """Note that the graph is gone. If the next graph passes its first comparison, proven row counts stay proven."""
         self.apply(event)
         self.refusal = self.failure = None
 
@@ -188,8 +188,9 @@ class CapturedGraph:
         proof_distance: replays between the last comparison and the next one; it doubles. 0 before the first comparison.
         uncompared_runs: the number of calls that could not be compared.
         operators: a hash of the operators of an eager run with as many rows as the graph; None before such a run.
-        set_by_breaks: what runs found in places of Python that they set, if replays equalled these runs.
-        unread_places: the places among these that the graph does not read, as this showed.
+        set_by_breaks: by place, the values that runs with eager breaks found where they set Python state. Only runs
+            that a replay equalled are noted.
+        unread_places: the places among these that the graph was shown not to read; see `BreakChanges.note_equal`.
         describe_freed: called before the graph's first proof. It describes a kernel that uses memory freed since the
             capture, and returns None if there is none.
     """

@@ -84,7 +84,7 @@ class RecordedRun:
 class Undone(enum.Enum):
     """The part of a capture that is undone, from the smallest to the largest."""
 
-    RUN = "done flags of runs, of whose work no later call sees the effect"
+    RUN = "done flags of runs whose work was undone"
     RECORDING = "a recording that failed"
     RECORDINGS = "all recordings, before one is tried a second time"
     SECOND_TRY = "a warmup and a recording that came to nothing"

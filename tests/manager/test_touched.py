@@ -277,7 +277,7 @@ def test_the_report_shows_what_kernels_touch_where_it_is_asked_to(monkeypatch: p
     assert "touches" not in str(model.graph_report())
     text = str(model.graph_report(pointers=True))
     assert "FULL 2 touches, as 3 nodes tell" in text
-    assert f"scale: weight, pool, live memory that nobody accounts for at {STRUCT:#x}?" in text
+    assert f"scale: weight, pool, live memory without a known owner at {STRUCT:#x}?" in text
     (graph,) = json.loads(model.graph_report().to_json())["graphs"]
     assert [each["place"] for each in graph["inventory"]["touches"]] == ["known", "pool", "foreign"]
 

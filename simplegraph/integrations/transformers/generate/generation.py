@@ -322,10 +322,11 @@ def graph_generation(
     """Make `model.generate(...)` decode through CUDA graphs from now on, without a compiler; results are the same.
 
     Every step of greedy decoding, sampling or beam search replays a graph, on a cache of fixed addresses that one
-    generation at a time uses. The prefill does where up to 256 tokens without padding fill keys and values alone, once
-    a replay has equalled it; any other runs eagerly. All else about `generate` is unchanged: stopping criteria,
-    streamers, logits processors, masks, and the cache that it returns. Calls that graphs cannot serve (assisted
-    decoding, longer sequences, offloaded models) run eagerly, with the reason in `report`.
+    generation at a time uses. A prefill replays a graph if the prompts have at most 256 tokens and no padding, and if
+    the forward writes nothing but keys and values. The first such prefills run eagerly and are compared with a replay.
+    All other prefills run eagerly. All else about `generate` is unchanged: stopping criteria, streamers, logits
+    processors, masks, and the cache that it returns. Calls that graphs cannot serve (assisted decoding, longer
+    sequences, offloaded models) run eagerly, with the reason in `report`.
 
         with graph_generation(model, max_batch_size=8, max_length=2048) as graphs:
             model.generate(**inputs, max_new_tokens=128)
