@@ -107,8 +107,8 @@ def _check_first(table_ref: weakref.ref[ProgramTable], key: Key) -> None:
     if (freed := _freed_since(table_ref, key)) is not None:
         graph.counters.inventory = None  # so that the next replay is refused, too
         raise StaleGraphError(
-            f"{graph.counters.label} cannot be replayed: {freed}, and a replay would find there whatever came next. "
-            "Keep the tensor that it reads as an attribute of the module, and capture again (reset_graphs())."
+            f"{graph.counters.label} cannot be replayed: {freed}, and a replay would read whatever was allocated there "
+            "since. Keep the tensor that it reads as an attribute of the module, and capture again (reset_graphs())."
         )
 
 
@@ -154,7 +154,7 @@ _KEEP = Remedy("Keep the tensor that it reads as an attribute of the module.", b
 def _refusal(job: CaptureJob, touch: Touch) -> CaptureError:
     cause = _describe_freed(touch)
     return CaptureError(
-        f"capturing {job.label} failed\n  {cause}: a replay would find there whatever comes next.\n"
+        f"capturing {job.label} failed\n  {cause}, and a replay would read whatever was allocated there since.\n"
         f"  {remedy_in_reach(_KEEP, trains=job.trains)}",
         cause=cause,
     )
@@ -182,7 +182,7 @@ def _keep(table: ProgramTable, inventory: Inventory) -> None:
     if without_tensor and not table.unowned:
         logger.warning(
             "simplegraph: %s: graphs touch device memory that belongs to no tensor, such as the kernel %s at %#x.\n"
-            "  Replays are right while whoever owns it leaves it there.\n  See: %s",
+            "  Replays are correct as long as the owner of this memory keeps it there.\n  See: %s",
             *(
                 table.stats.name,
                 readable(without_tensor[0].node),

@@ -108,7 +108,8 @@ class PythonState(Probe):
             remedy = _GRADIENT_REMEDY if is_gradient else _RETURNED_REMEDY
         cause = kept_by(names)
         if undefined:
-            remedy += f"\n  What {', '.join(undefined)} held before is not known: what hangs there now is undefined."
+            places = ", ".join(undefined)
+            remedy += f"\n  The tensor stays in {places}, whose earlier content is not known; its values are undefined."
         raise EscapeError(f"capturing {recorded.run.label} failed\n  {cause}.\n  {remedy}", cause=cause)
 
     def note_kept(self, run: Run, names: Sequence[str]) -> None:
@@ -205,8 +206,8 @@ def _put_back(kept: Sequence[_Located], state: PythonState) -> tuple[list[str], 
 
 _UNSEEN = "a place that the code does not lead to"
 _UNSEEN_REMEDY = (
-    "Nothing that Python shows holds it: code in C does, such as TorchScript's fused kernels under autograd, which "
-    "torch._C._jit_set_texpr_fuser_enabled(False) before their first run leaves out."
+    "No Python object holds it. Code in C does, such as TorchScript's fused kernels under autograd: switch these off "
+    "before their first run by torch._C._jit_set_texpr_fuser_enabled(False)."
 )
 _GRADIENT_REMEDY = (
     "It is the gradient of a tensor, set by backward(): return what torch.autograd.grad(loss, inputs) gives in place "

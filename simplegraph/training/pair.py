@@ -281,8 +281,8 @@ class PairReplay:
         if self.done and not self._keeps:
             self.plan.notes.add((), again=True)
             raise ReplayError(
-                "a second backward of a forward that ran as a graph, whose first one wrote over what it reads. The "
-                "calls after this one keep it: training graphs are captured again for retain_graph=True."
+                "this forward ran as a graph, and its first backward overwrote what a second one reads. Later calls "
+                "keep it: their graphs are captured again for retain_graph=True."
             )
         read, before = self.plan.read, self._versions
         now = list(map(_version, read))

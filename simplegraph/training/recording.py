@@ -339,7 +339,10 @@ class Recording:
             [look._replace(stride=()) for look in group] for group in (look_at(outputs), self.notes.outputs)
         )
         if looks != expected:
-            raise HostError("the outputs are others than those of the call before", "Let them follow from the inputs.")
+            raise HostError(
+                "the outputs differ from those of the call before in number, shape, dtype, device or requires_grad",
+                "Make them depend on the inputs alone.",
+            )
         return outputs
 
     @contextlib.contextmanager
