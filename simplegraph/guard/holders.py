@@ -93,8 +93,8 @@ _WITH_CONTEXT: dict[type, Callable[[Any], dict[str, Any]]] = {
 
 
 def _attributes_of_tensor(tensor: Tensor) -> dict[str, Any] | None:
-    """Return the attributes of a tensor; None if it has none, as most."""
-    return own_dict(tensor) or None
+    """Return the attributes of a tensor; None if it has none, as most, or slots, as a `DTensor`."""
+    return None if slots_of(type(tensor)) else own_dict(tensor) or None
 
 
 def _unseen(_: threading.local) -> dict[str, Any]:
